@@ -1,0 +1,9 @@
+"""Any-precision experts for Mixture-of-Experts models: one checkpoint, every operating point."""
+
+from dpamoe.api import budget, report, revert, set_budget, set_spend, stats, transform
+from dpamoe.spec import EncodeSpec, SpendSpec
+
+__version__ = "0.1.0"
+__all__ = [
+    "EncodeSpec", "SpendSpec", "budget", "report", "revert", "set_budget", "set_spend", "stats", "transform",
+]  # fmt: skip

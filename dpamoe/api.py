@@ -1,0 +1,241 @@
+"""Front door: transform a model in place, choose its budget, ask what it holds and spends, take it back."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from dpamoe import calibration as calibrate
+from dpamoe.allocate import project
+from dpamoe.encode import check_encodable, encode
+from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.passes import find, rewrite
+from dpamoe.profile import TOKENS_PER_EXPERT, Sample, record, residual_table
+from dpamoe.progress import track
+from dpamoe.sites import Refusal, Site, gather
+from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
+
+logger = logging.getLogger("dpamoe")
+
+
+def transform(
+    model: nn.Module,
+    budget: float = 4.0,
+    *,
+    example_inputs=None,
+    calibration=None,
+    spec: EncodeSpec | None = None,
+    keep_original: bool = False,
+) -> nn.Module:
+    """Make the routed experts of a model any-precision, in place, and return it (DPA-MoE, section 3).
+
+    budget: average planes per selected expert. example_inputs: a tuple or dict for one recorded run; Hugging Face models
+    need none. calibration: text, token ids or an iterable of inputs for the residual profile; None lets a language model
+    write its own text. keep_original: keep the original experts, for `revert`. Router, shared experts and everything else
+    stay as they are. A model that is already transformed only gets the budget.
+
+    Raises ValueError if there are no routed experts, weights are not finite, or the budget or group size does not fit;
+    TypeError if example_inputs are needed. The model is unchanged then.
+    """
+    held = encoded_experts(model)
+    if held:
+        _check_same_spec(held, spec)
+        set_budget(model, budget)
+        return model
+    spec = spec or EncodeSpec()
+    check_budget(budget, spec.k_min, spec.k_max)
+    example = calibrate.example_batch(model, example_inputs)
+    findings = find.find_sites(model, *example)
+    if not findings.sites:
+        raise ValueError(_no_sites(model, findings.refused))
+    for site in findings.sites:
+        check_encodable(gather(model.get_submodule(site.path), site.layout), spec, site.path)
+    samples = record(
+        model, findings.sites, calibrate.calibration_batches(model, calibration, example), TOKENS_PER_EXPERT
+    )
+    for site in track(findings.sites, "encode", lambda site: site.path):
+        encoded = encode_site(model.get_submodule(site.path), site, spec, samples.pop(site.path))
+        rewrite.replace(model, encoded, keep_original)
+    model.dpamoe_refused = findings.refused
+    for refusal in findings.refused:
+        logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
+    set_budget(model, budget)
+    return model
+
+
+def encode_site(experts: nn.Module, site: Site, spec: EncodeSpec, sample: Sample) -> EncodedExperts:
+    """Encode and profile one experts module; the module itself is not changed."""
+    weights = gather(experts, site.layout)
+    up = encode(weights.up, spec, f"{site.path}.{site.layout.up}")
+    down = encode(weights.down, spec, f"{site.path}.{site.layout.down}")
+    table, unreached = residual_table(weights, up, down, site.activation, sample)
+    if unreached:
+        shown = ", ".join(map(str, unreached[:12])) + (" …" if len(unreached) > 12 else "")
+        logger.warning("%s: no calibration token reached experts %s; their residuals are estimated", site.path, shown)
+    biases = [None if bias is None else bias.clone() for bias in (weights.up_bias, weights.down_bias)]
+    residuals = project(table, spec.k_min).to(weights.up.device)
+    encoded = EncodedExperts(site, spec, up, down, *biases, residuals)
+    encoded.unreached = unreached
+    return encoded
+
+
+def _check_same_spec(held: dict[str, EncodedExperts], spec: EncodeSpec | None) -> None:
+    present = next(iter(held.values())).spec
+    if spec is not None and spec != present:
+        raise ValueError(f"the model is already encoded with {present}: load the original to encode with {spec}")
+
+
+def _no_sites(model: nn.Module, refused: list[Refusal]) -> str:
+    message = f"no routed experts were found in {type(model).__name__}"
+    if refused:
+        reasons = "; ".join(f"{refusal.path}: {refusal.reason}" for refusal in refused[:4])
+        return f"{message}: {len(refused)} modules hold stacked weights but none is a site ({reasons})"
+    return f"{message}: it looks dense, and only Mixture-of-Experts models can be transformed"
+
+
+def _held(model: nn.Module) -> dict[str, EncodedExperts]:
+    held = encoded_experts(model)
+    if not held:
+        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform or dpamoe.load first")
+    return held
+
+
+def set_budget(model: nn.Module, budget: float) -> None:
+    """Set the average planes per selected expert; takes effect with the next token, recompiles nothing.
+
+    Raises ValueError outside k_min to the planes held.
+    """
+    set_spend(model, budget=budget)
+
+
+def set_spend(model: nn.Module, **changes) -> None:
+    """Change budget, allocation or scope (see `SpendSpec`) of every site. Only a change of budget recompiles nothing."""
+    held = _held(model)
+    for experts in held.values():
+        fields = {**asdict(experts.spend), **changes}
+        check_budget(fields["budget"], experts.spec.k_min, int(experts.k_max))
+        SpendSpec(**fields)
+    for experts in held.values():
+        experts.set_spend(SpendSpec(**{**asdict(experts.spend), **changes}))
+
+
+@contextlib.contextmanager
+def budget(model: nn.Module, value: float) -> Iterator[nn.Module]:
+    """Spend `value` planes per expert inside the block, then go back to the budget before."""
+    before = {path: experts.spend for path, experts in _held(model).items()}
+    set_budget(model, value)
+    try:
+        yield model
+    finally:
+        for path, experts in encoded_experts(model).items():
+            experts.set_spend(before[path])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a transformed model holds: sites, experts, bytes now and before (in the source dtype), what was left out."""
+
+    sites: int
+    experts: int
+    budget: float
+    encoded_bytes: int
+    original_bytes: int
+    bits_per_weight: float
+    expert_share: float
+    unreached: dict[str, list[int]]
+    refused: dict[str, str]
+
+    def as_dict(self) -> dict:
+        """Plain dictionary, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"routed experts encoded: {self.experts} of {self.experts} in {self.sites} sites, "
+            f"{self.expert_share:.1%} of all parameters",
+            f"expert weights: {self.encoded_bytes:,} bytes held, {self.original_bytes:,} before; "
+            f"{self.bits_per_weight:.3f} bits per weight read at budget {self.budget:g}",
+        ]
+        lines += [f"no calibration token reached {path}: experts {ids}" for path, ids in self.unreached.items()]
+        lines += [f"left alone: {path}: {reason}" for path, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """Say what a transformed model holds. Raises ValueError if it is not transformed."""
+    held = _held(model)
+    weights = sum(expert_weights(experts.site) for experts in held.values())
+    others = sum(parameter.numel() for parameter in model.parameters())
+    original = sum(expert_weights(e.site) * getattr(torch, e.site.dtype).itemsize for e in held.values())
+    first = next(iter(held.values()))
+    return Report(
+        sites=len(held),
+        experts=sum(experts.site.experts for experts in held.values()),
+        budget=first.spend.budget,
+        encoded_bytes=sum(experts.encoded_bytes() for experts in held.values()),
+        original_bytes=original,
+        bits_per_weight=bits_per_weight(model, first.spend.budget),
+        expert_share=weights / (weights + others),
+        unreached={path: experts.unreached for path, experts in held.items() if experts.unreached},
+        refused={refusal.path: refusal.reason for refusal in getattr(model, "dpamoe_refused", [])},
+    )
+
+
+def expert_weights(site: Site) -> int:
+    """Number of weights in the two stacked matrices of a site, biases not counted."""
+    gated = site.activation.endswith("_mul") or site.activation == "swigluoai"
+    return site.experts * (site.hidden * site.inner * (2 if gated else 1) + site.inner * site.out)
+
+
+def expert_bytes(model: nn.Module, planes: float) -> float:
+    """Bytes of all encoded experts at `planes` planes each, scales and offsets included."""
+    sizes = [experts.bytes_per_plane() for experts in _held(model).values()]
+    return sum(fixed + planes * plane for plane, fixed in sizes)
+
+
+def bits_per_weight(model: nn.Module, planes: float) -> float:
+    """Bits per expert weight at `planes` planes, scales and offsets included."""
+    return 8 * expert_bytes(model, planes) / sum(expert_weights(e.site) for e in _held(model).values())
+
+
+def stats(model: nn.Module, reset: bool = False) -> dict:
+    """Planes spent since the last reset: {"mean_planes", "pairs", "histogram": {k: pairs}, "sites": {path: mean}}."""
+    held = _held(model)
+    counts = {path: experts.spent.tolist() for path, experts in held.items()}
+    total = [sum(column) for column in zip(*counts.values(), strict=True)]
+    if reset:
+        for experts in held.values():
+            experts.spent.zero_()
+    return {
+        "mean_planes": _mean_planes(total),
+        "pairs": sum(total[1:]),
+        "histogram": {k: count for k, count in enumerate(total) if k and count},
+        "sites": {path: _mean_planes(own) for path, own in counts.items()},
+    }
+
+
+def _mean_planes(histogram: list[int]) -> float | None:
+    pairs = sum(histogram[1:])
+    return sum(k * count for k, count in enumerate(histogram)) / pairs if pairs else None
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Put the original experts back, in place. Raises ValueError unless they were kept (`keep_original=True`)."""
+    held = _held(model)
+    for path, experts in held.items():
+        if not experts.original:
+            raise ValueError(f"the original experts of {path} were not kept: transform with keep_original=True")
+    for path in held:
+        rewrite.restore(model, path)
+    return model
+
+
+def warn_clamped(budget: float, k_max: int) -> float:
+    """Clamp a budget to the planes held, with a warning."""
+    if budget > k_max:
+        warnings.warn(f"budget {budget:g} exceeds the {k_max} planes held: using {k_max}", stacklevel=3)
+    return float(min(budget, k_max))

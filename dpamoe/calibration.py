@@ -1,0 +1,118 @@
+"""Calibration inputs: text, token ids, any iterable of inputs, or text that the language model writes itself."""
+
+import inspect
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dpamoe import text as texts
+
+SAMPLES, LENGTH, BATCH, SEED = 128, 512, 8, 0
+WRITTEN_SEQUENCES, WRITTEN_TOKENS = 32, 256
+
+Batch = tuple[tuple, dict]
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether the model has a Hugging Face config and takes input_ids."""
+    return hasattr(model, "config") and "input_ids" in inspect.signature(model.forward).parameters
+
+
+def example_batch(model: nn.Module, example_inputs: tuple | dict | Tensor | None) -> Batch:
+    """What one recorded run needs, as (args, kwargs); Hugging Face models make their own token ids, [2, 16]."""
+    if example_inputs is not None:
+        return as_batch(model, example_inputs)
+    if not is_language_model(model):
+        raise TypeError(
+            f"{type(model).__name__} has no Hugging Face config to make inputs from: pass example_inputs=(tensor, …) or a dict"
+        )
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(vocabulary, (2, 16), generator=generator).to(device_of(model))
+    kwargs = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = ids
+    return (), kwargs
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Device of the model's first parameter, or of its first buffer; CPU for a model without tensors."""
+    return next((t.device for part in (model.parameters(), model.buffers()) for t in part), torch.device("cpu"))
+
+
+def as_batch(model: nn.Module, inputs: tuple | dict | Tensor) -> Batch:
+    """One item of an iterable as (args, kwargs): a tuple is positional, a dict is keywords, a tensor the only input."""
+    if isinstance(inputs, Tensor):
+        return ((), {"input_ids": inputs.view(-1, inputs.shape[-1])}) if is_language_model(model) else ((inputs,), {})
+    if isinstance(inputs, dict) or hasattr(inputs, "keys"):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    raise TypeError(
+        f"inputs are {type(inputs).__name__}: pass a tensor, a tuple of positional or a dict of keyword arguments"
+    )
+
+
+def calibration_batches(model: nn.Module, calibration, example: Batch, length: int = LENGTH) -> Iterable[Batch]:
+    """Turn `calibration` (text, token ids, an iterable of inputs, or None) into batches for the residual profile.
+
+    None: a language model writes its own text; any other module is measured on its example inputs, with a warning.
+    Raises ValueError for empty text or no inputs.
+    """
+    if calibration is None:
+        if (
+            is_language_model(model)
+            and hasattr(model, "generate")
+            and not getattr(model.config, "is_encoder_decoder", False)
+        ):
+            return own_text(model)
+        warnings.warn("no calibration data: residuals are measured on the example inputs alone", stacklevel=3)
+        return [example]
+    if isinstance(calibration, str):
+        ids = texts.token_ids(texts.load_tokenizer(getattr(model, "name_or_path", "")), calibration)
+        return id_batches(model, ids, length)
+    if isinstance(calibration, Tensor):
+        if calibration.is_floating_point():
+            return [as_batch(model, calibration)]
+        return id_batches(model, calibration.flatten(), length)
+    found = [as_batch(model, item) for item in calibration]
+    if not found:
+        raise ValueError("calibration is an empty iterable: give at least one input, or None")
+    return found
+
+
+def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int = SAMPLES) -> list[Batch]:
+    """Windows of token ids in seeded random order, so that stopping early still sees the whole text."""
+    config = model.config.get_text_config()
+    vocabulary = config.vocab_size
+    if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+        raise ValueError(
+            f"token ids run from {int(ids.min())} to {int(ids.max())}, the model knows 0 to {vocabulary - 1}"
+        )
+    parts = texts.windows(ids.cpu(), texts.window_length(model.config, length), getattr(config, "bos_token_id", None))
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(SEED))[:samples]
+    device = device_of(model)
+    return [((), {"input_ids": batch.to(device)}) for batch in texts.batches([parts[i] for i in order], BATCH)]
+
+
+def own_text(model: nn.Module) -> list[Batch]:
+    """Text that the model writes itself: 32 samples of 256 tokens at temperature 1, seeded; the end token is held back."""
+    config = model.config.get_text_config()
+    start = config.bos_token_id if isinstance(getattr(config, "bos_token_id", None), int) else 0
+    device = device_of(model)
+    tokens = min(WRITTEN_TOKENS, texts.window_length(model.config) - 1)
+    prompt = torch.full((WRITTEN_SEQUENCES, 1), start, device=device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.manual_seed(SEED)
+            written = model.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=start,
+            )  # fmt: skip
+    finally:
+        model.train(training)
+    return [((), {"input_ids": part}) for part in written.split(BATCH)]

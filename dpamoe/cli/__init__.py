@@ -1,0 +1,1 @@
+"""The `dpamoe` command: one file per subcommand, dispatched by `main`."""

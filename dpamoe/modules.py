@@ -1,0 +1,133 @@
+"""The modules that stand in a transformed model: encoded experts behind an untouched router."""
+
+import torch
+from torch import Tensor, nn
+
+import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
+from dpamoe.allocate import allocation_gates, allocation_table
+from dpamoe.kernels.layout import EncodedWeight
+from dpamoe.sites import Site
+from dpamoe.spec import EncodeSpec, SpendSpec
+
+
+class TensorList(nn.Module):
+    """Tensors under the names 0, 1, 2, … so that the checkpoint calls them plane.0, plane.1, …"""
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        for position, tensor in enumerate(tensors):
+            self.register_buffer(str(position), tensor)
+
+    def as_list(self) -> list[Tensor]:
+        """The tensors in order."""
+        return list(self._buffers.values())
+
+
+class EncodedTensor(nn.Module):
+    """One stacked weight as planes, scales and offsets; tensors as in `kernels.layout`."""
+
+    def __init__(self, weight: EncodedWeight):
+        super().__init__()
+        self.in_features, self.group_size = weight.in_features, weight.group_size
+        self.plane = TensorList(weight.planes)
+        tied = weight.unit is not None
+        if tied:
+            self.register_buffer("scale", weight.scales[0])
+        else:
+            self.scale = TensorList(weight.scales)
+        self.register_buffer("offset", weight.offset)
+        self.register_buffer("unit", weight.unit)
+
+    @property
+    def weight(self) -> EncodedWeight:
+        """The tensors as the kernels take them."""
+        scales = self.scale.as_list() if self.unit is None else [self.scale]
+        planes = self.plane.as_list()
+        return EncodedWeight(planes, scales, self.offset, self.unit, self.in_features, self.group_size)
+
+
+class EncodedExperts(nn.Module):
+    """Stands where an experts module stood: (hidden [T, H], index [T, A], weights [T, A]) to [T, H].
+
+    The budget (fp32 0-d) and k_max (int 0-d) are buffers, so changing them recompiles nothing. residuals fp32 [E, C + 1],
+    column k the error of an expert with k planes, always whole. Encoded tensors, residuals and budget keep their dtype when
+    the model is cast. `spent` counts the pairs computed with each number of planes.
+    """
+
+    def __init__(
+        self, site: Site, spec: EncodeSpec, up: EncodedWeight, down: EncodedWeight,
+        up_bias: Tensor | None, down_bias: Tensor | None, residuals: Tensor,
+    ):  # fmt: skip
+        super().__init__()
+        device = residuals.device
+        self.site, self.spec, self.original = site, spec, []
+        self.unreached: list[int] = []
+        self.gate_up_proj, self.down_proj = EncodedTensor(up), EncodedTensor(down)
+        self.register_buffer("up_bias", up_bias)
+        self.register_buffer("down_bias", down_bias)
+        self.register_buffer("residuals", residuals)
+        self.register_buffer("table", residuals, persistent=False)
+        self.register_buffer("budget", torch.full((), float(len(up.planes)), device=device), persistent=False)
+        self.register_buffer(
+            "k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False
+        )
+        spent = torch.zeros(residuals.shape[1], dtype=torch.long, device=device)
+        self.register_buffer("spent", spent, persistent=False)
+        self.spend = SpendSpec(budget=float(len(up.planes)))
+
+    def set_spend(self, spend: SpendSpec) -> None:
+        """Choose budget, allocation and scope; a change of allocation or scope recompiles, a change of budget does not."""
+        self.spend = spend
+        self.budget.fill_(spend.budget)
+        self.table = allocation_table(self.residuals, spend.allocation, self.spec.k_min)
+
+    def set_residuals(self, residuals: Tensor) -> None:
+        """Replace the residual table, fp32 [E, C + 1]."""
+        self.residuals = residuals
+        self.table = allocation_table(residuals, self.spend.allocation, self.spec.k_min)
+
+    def allocate(self, index: Tensor, weights: Tensor) -> Tensor:
+        """Planes for each selected expert, int32 [T, A]."""
+        gates = allocation_gates(weights, self.spend.allocation)
+        arguments = (gates, index, self.table, self.budget, self.k_max, self.spec.k_min)
+        if self.spend.scope == "dispatch":
+            return torch.ops.dpamoe.allocate_dispatch(*arguments)
+        return torch.ops.dpamoe.allocate(*arguments)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chunks = self.allocate(top_k_index, top_k_weights)
+        counted = chunks.flatten().long()
+        self.spent.scatter_add_(0, counted, torch.ones_like(counted))
+        up, down = self.gate_up_proj.weight, self.down_proj.weight
+        return torch.ops.dpamoe.expert_ffn(
+            hidden_states, top_k_index, top_k_weights, chunks,
+            up.planes, up.scales, up.offset, up.unit, self.up_bias,
+            down.planes, down.scales, down.offset, down.unit, self.down_bias,
+            self.site.activation, self.spec.group_size,
+        )  # fmt: skip
+
+    def encoded_bytes(self) -> int:
+        """Bytes of planes, scales and offsets held now."""
+        return self.gate_up_proj.weight.nbytes() + self.down_proj.weight.nbytes()
+
+    def bytes_per_plane(self) -> tuple[float, float]:
+        """Bytes that one plane adds (with its scales), and bytes read whatever k is (offsets, tied scales)."""
+        fixed = plane = 0.0
+        for encoded in (self.gate_up_proj.weight, self.down_proj.weight):
+            sizes = {name: t.numel() * t.element_size() for name, t in encoded.tensors().items()}
+            per_plane = sum(size for name, size in sizes.items() if "." in name)
+            plane += per_plane / len(encoded.planes)
+            fixed += sum(sizes.values()) - per_plane
+        return plane, fixed
+
+    def _apply(self, fn, recurse=True):
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
+
+        return super()._apply(move, recurse)
+
+
+def encoded_experts(model: nn.Module) -> dict[str, EncodedExperts]:
+    """All encoded experts of a model by module path, in order."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, EncodedExperts)}

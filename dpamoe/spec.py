@@ -1,0 +1,69 @@
+"""The settings: how expert weights are encoded, and how planes are spent."""
+
+from dataclasses import asdict, dataclass
+
+from dpamoe.kernels.layout import SCALE_MODES
+
+ALLOCATIONS = ("dpa", "gate-linear", "gate-only", "residual-only", "uniform")
+SCOPES = ("token", "dispatch")
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """How to encode (DPA-MoE, section 3.1).
+
+    group_size: weights that share their scales, along the input dimension; -1 means the whole row. k_min, k_max: the
+    prefixes that decode. scale_mode: "shared" (one fp16 scale per plane and group) or "tied" (one 8-bit scale per group).
+    beta: weight of a prefix in the fit grows by this factor with each plane; 1.25 favours few planes, 4 many. iterations:
+    rounds of least squares and code assignment.
+    """
+
+    group_size: int = 128
+    k_min: int = 2
+    k_max: int = 8
+    scale_mode: str = "shared"
+    beta: float = 2.0
+    iterations: int = 8
+
+    def __post_init__(self):
+        if self.group_size != -1 and self.group_size < 2:
+            raise ValueError(f"group_size is {self.group_size}: use 2 or more, such as 128, or -1 for whole rows")
+        if not 1 <= self.k_min <= self.k_max <= 8:
+            raise ValueError(f"k_min {self.k_min} and k_max {self.k_max}: use 1 <= k_min <= k_max <= 8")
+        if self.scale_mode not in SCALE_MODES:
+            raise ValueError(f"scale_mode is {self.scale_mode!r}: use {' or '.join(SCALE_MODES)}")
+        if not self.beta > 0 or self.iterations < 0:
+            raise ValueError(f"beta {self.beta} must be above 0 and iterations {self.iterations} not negative")
+
+    def as_dict(self) -> dict:
+        """Plain dictionary, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SpendSpec:
+    """How to spend planes (DPA-MoE, section 3.3).
+
+    budget: average planes per selected expert. allocation: "dpa" weighs residuals by the squared gate; "gate-linear" by
+    the gate; "gate-only" gives every expert the same residuals; "residual-only" every expert the same gate; "uniform"
+    gives every expert the same planes. scope: "token" holds the budget for each token, "dispatch" for each batch.
+    """
+
+    budget: float = 4.0
+    allocation: str = "dpa"
+    scope: str = "token"
+
+    def __post_init__(self):
+        if self.allocation not in ALLOCATIONS:
+            raise ValueError(f"allocation is {self.allocation!r}: use one of {', '.join(ALLOCATIONS)}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope is {self.scope!r}: use {' or '.join(SCOPES)}")
+
+
+def check_budget(budget: float, k_min: int, k_max: int) -> float:
+    """Return a budget that lies in [k_min, k_max]; raise ValueError, with the range, for any other."""
+    if not k_min <= budget <= k_max:
+        raise ValueError(
+            f"budget is {budget} planes per expert, this model can spend {k_min} to {k_max}: choose a value in that range"
+        )
+    return float(budget)

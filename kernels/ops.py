@@ -1,0 +1,164 @@
+"""Registration of the custom ops in the namespace `dpamoe`: one place where inputs are checked and fakes are given.
+
+Letters: T tokens, A active experts per token, E experts, O out features, I in features, G groups of I, C chunks (planes).
+An id outside 0 … E-1 is padding: it costs nothing and adds nothing. An encoded weight is passed as planes, scales, offset,
+unit (see `layout`). On CUDA the torch implementation runs until a kernel is registered for it.
+"""
+
+import torch
+from torch import Tensor
+
+from dpamoe.kernels import allocation, grouped
+from dpamoe.kernels.layout import EncodedWeight
+from dpamoe.kernels.reference import ACTIVATIONS
+
+
+def _define(name: str, function, fake):
+    op = torch.library.custom_op(f"dpamoe::{name}", function, mutates_args=(), device_types="cuda")
+    op.register_kernel("cpu")(function)
+    op.register_fake(fake)
+    return op
+
+
+def _check_pairs(expert_ids: Tensor, **others: Tensor) -> None:
+    for name, tensor in others.items():
+        if tensor.shape != expert_ids.shape or expert_ids.dim() != 2:
+            found = f"{name} {list(tensor.shape)} and expert_ids {list(expert_ids.shape)}"
+            raise ValueError(f"{found} must both be [tokens, active experts]: pass the router's outputs as they are")
+
+
+def _check_chunks(chunks: Tensor, planes: list[Tensor]) -> None:
+    if (
+        chunks.device.type == "cpu"
+        and chunks.numel()
+        and not 0 <= int(chunks.min()) <= int(chunks.max()) <= len(planes)
+    ):
+        raise ValueError(
+            f"chunks run from {int(chunks.min())} to {int(chunks.max())}, the weight holds {len(planes)} planes: "
+            f"use 0 to {len(planes)}, or load more planes"
+        )
+
+
+def _check_rows(x: Tensor, expert_ids: Tensor, weight: EncodedWeight) -> None:
+    if x.shape[0] != expert_ids.shape[0] or (x.dim() == 3 and x.shape[1] != expert_ids.shape[1]):
+        raise ValueError(f"x {list(x.shape)} has other rows than expert_ids {list(expert_ids.shape)}")
+    bytes_needed = -(-x.shape[-1] // 8)
+    if weight.planes[0].shape[-1] != bytes_needed:
+        raise ValueError(
+            f"x has {x.shape[-1]} features, which need planes of {bytes_needed} bytes a row; "
+            f"these have {weight.planes[0].shape[-1]}: the weight was encoded for another input"
+        )
+
+
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r} is not fused: use one of {', '.join(ACTIVATIONS)}, or two expert_matmul"
+        )
+
+
+def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: int) -> None:
+    _check_pairs(expert_ids, gates=gates)
+    if residuals.dim() != 2 or not 0 <= k_min < residuals.shape[1]:
+        raise ValueError(
+            f"residuals {list(residuals.shape)} must be [experts, k_max + 1], column k the error with k planes, "
+            f"and k_min ({k_min}) one of its columns"
+        )
+
+
+def _allocate(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int
+) -> Tensor:
+    """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
+
+    gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes); budget fp32 0-d or
+    [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A]; each row sums to
+    floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. Source: DPA-MoE, section 3.3.
+    """
+    _check_table(gates, expert_ids, residuals, k_min)
+    return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min)
+
+
+def _allocate_dispatch(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int
+) -> Tensor:
+    """Planes for every distinct expert of the batch: minimise sum over e of (sum of gate^2) * residuals[e, k_e].
+
+    Shapes as in `allocate`, budget 0-d: average planes per distinct expert. Returns int32 [T, A], one k per expert.
+    """
+    _check_table(gates, expert_ids, residuals, k_min)
+    return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min)
+
+
+def _allocate_fake(gates, expert_ids, residuals, budget, k_max, k_min):
+    return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
+
+
+def _expert_matmul(
+    x: Tensor, expert_ids: Tensor, chunks: Tensor,
+    planes: list[Tensor], scales: list[Tensor], offset: Tensor, unit: Tensor | None, bias: Tensor | None, group_size: int,
+) -> Tensor:  # fmt: skip
+    """Rows times the first k planes of their expert's weight: out[t, a] = W_k[expert] x (+ bias[expert]).
+
+    x float [T, I] or [T, A, I]; expert_ids int [T, A]; chunks int [T, A], k of each pair, 0 gives zeros; bias [E, O].
+    Returns [T, A, O] in the dtype of x, accumulated in fp32. Raises ValueError on shapes that do not fit.
+    """
+    weight = EncodedWeight(planes, scales, offset, unit, x.shape[-1], group_size)
+    _check_pairs(expert_ids, chunks=chunks)
+    _check_rows(x, expert_ids, weight)
+    _check_chunks(chunks, planes)
+    return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
+
+
+def _expert_matmul_fake(x, expert_ids, chunks, planes, scales, offset, unit, bias, group_size):
+    return x.new_empty(*expert_ids.shape, offset.shape[1])
+
+
+def _expert_ffn(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, chunks: Tensor,
+    up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
+    down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
+    down_bias: Tensor | None, activation: str, group_size: int,
+) -> Tensor:  # fmt: skip
+    """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
+
+    x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
+    the dtype of x, accumulated in fp32, slots added in order. Raises ValueError on shapes that do not fit.
+    """
+    _check_activation(activation)
+    _check_pairs(expert_ids, gates=gates, chunks=chunks)
+    up = EncodedWeight(up_planes, up_scales, up_offset, up_unit, x.shape[-1], group_size)
+    width = up_offset.shape[1] // (2 if activation.endswith("_mul") or activation == "swigluoai" else 1)
+    down = EncodedWeight(down_planes, down_scales, down_offset, down_unit, width, group_size)
+    _check_rows(x, expert_ids, up)
+    _check_chunks(chunks, up_planes)
+    return grouped.expert_ffn(x, expert_ids, gates, chunks, up, up_bias, down, down_bias, activation)
+
+
+def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):
+    return x.new_empty(x.shape[0], rest[7].shape[1])
+
+
+def _routed_ffn(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor,
+    up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
+    down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
+    down_bias: Tensor | None, activation: str, group_size: int, k_min: int,
+) -> Tensor:  # fmt: skip
+    """`allocate` and `expert_ffn` in one op; arguments as there."""
+    chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min)
+    return _expert_ffn(
+        x, expert_ids, gates, chunks, up_planes, up_scales, up_offset, up_unit, up_bias,
+        down_planes, down_scales, down_offset, down_unit, down_bias, activation, group_size,
+    )  # fmt: skip
+
+
+def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
+    return x.new_empty(x.shape[0], rest[7].shape[1])
+
+
+allocate = _define("allocate", _allocate, _allocate_fake)
+allocate_dispatch = _define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
+expert_matmul = _define("expert_matmul", _expert_matmul, _expert_matmul_fake)
+expert_ffn = _define("expert_ffn", _expert_ffn, _expert_ffn_fake)
+routed_ffn = _define("routed_ffn", _routed_ffn, _routed_ffn_fake)
