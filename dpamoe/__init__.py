@@ -2,8 +2,9 @@
 
 from dpamoe.api import budget, report, revert, set_budget, set_spend, stats, transform
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.storage import load, save
 
 __version__ = "0.1.0"
 __all__ = [
-    "EncodeSpec", "SpendSpec", "budget", "report", "revert", "set_budget", "set_spend", "stats", "transform",
+    "EncodeSpec", "SpendSpec", "budget", "load", "report", "revert", "save", "set_budget", "set_spend", "stats", "transform",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -54,17 +54,21 @@ def transform(
         raise ValueError(_no_sites(model, findings.refused))
     for site in findings.sites:
         check_encodable(gather(model.get_submodule(site.path), site.layout), spec, site.path)
-    samples = record(
-        model, findings.sites, calibrate.calibration_batches(model, calibration, example), TOKENS_PER_EXPERT
-    )
-    for site in track(findings.sites, "encode", lambda site: site.path):
-        encoded = encode_site(model.get_submodule(site.path), site, spec, samples.pop(site.path))
-        rewrite.replace(model, encoded, keep_original)
+    batches = calibrate.calibration_batches(model, calibration, example)
+    _encode_sites(model, findings.sites, spec, batches, keep_original)
     model.dpamoe_refused = findings.refused
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
     set_budget(model, budget)
     return model
+
+
+def _encode_sites(model: nn.Module, sites: list[Site], spec: EncodeSpec, batches: Iterable, keep_original: bool) -> None:
+    """Profile all sites on one pass over the batches, then encode and swap one after the other."""
+    samples = record(model, sites, track(batches, "calibrate", lambda batch: ""), TOKENS_PER_EXPERT)
+    for site in track(sites, "encode", lambda site: site.path):
+        encoded = encode_site(model.get_submodule(site.path), site, spec, samples.pop(site.path))
+        rewrite.replace(model, encoded, keep_original)
 
 
 def encode_site(experts: nn.Module, site: Site, spec: EncodeSpec, sample: Sample) -> EncodedExperts:
@@ -168,9 +172,9 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Say what a transformed model holds. Raises ValueError if it is not transformed."""
     held = _held(model)
-    weights = sum(expert_weights(experts.site) for experts in held.values())
+    weights = sum(experts.site.weights for experts in held.values())
     others = sum(parameter.numel() for parameter in model.parameters())
-    original = sum(expert_weights(e.site) * getattr(torch, e.site.dtype).itemsize for e in held.values())
+    original = sum(e.site.weights * getattr(torch, e.site.dtype).itemsize for e in held.values())
     first = next(iter(held.values()))
     return Report(
         sites=len(held),
@@ -185,12 +189,6 @@ def report(model: nn.Module) -> Report:
     )
 
 
-def expert_weights(site: Site) -> int:
-    """Number of weights in the two stacked matrices of a site, biases not counted."""
-    gated = site.activation.endswith("_mul") or site.activation == "swigluoai"
-    return site.experts * (site.hidden * site.inner * (2 if gated else 1) + site.inner * site.out)
-
-
 def expert_bytes(model: nn.Module, planes: float) -> float:
     """Bytes of all encoded experts at `planes` planes each, scales and offsets included."""
     sizes = [experts.bytes_per_plane() for experts in _held(model).values()]
@@ -199,7 +197,7 @@ def expert_bytes(model: nn.Module, planes: float) -> float:
 
 def bits_per_weight(model: nn.Module, planes: float) -> float:
     """Bits per expert weight at `planes` planes, scales and offsets included."""
-    return 8 * expert_bytes(model, planes) / sum(expert_weights(e.site) for e in _held(model).values())
+    return 8 * expert_bytes(model, planes) / sum(e.site.weights for e in _held(model).values())
 
 
 def stats(model: nn.Module, reset: bool = False) -> dict:

@@ -50,9 +50,7 @@ def as_batch(model: nn.Module, inputs: tuple | dict | Tensor) -> Batch:
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
-    raise TypeError(
-        f"inputs are {type(inputs).__name__}: pass a tensor, a tuple of positional or a dict of keyword arguments"
-    )
+    raise TypeError(f"inputs are {type(inputs).__name__}: pass a tensor, a tuple of positional or a dict of keyword arguments")
 
 
 def calibration_batches(model: nn.Module, calibration, example: Batch, length: int = LENGTH) -> Iterable[Batch]:
@@ -62,11 +60,7 @@ def calibration_batches(model: nn.Module, calibration, example: Batch, length: i
     Raises ValueError for empty text or no inputs.
     """
     if calibration is None:
-        if (
-            is_language_model(model)
-            and hasattr(model, "generate")
-            and not getattr(model.config, "is_encoder_decoder", False)
-        ):
+        if is_language_model(model) and hasattr(model, "generate") and not getattr(model.config, "is_encoder_decoder", False):
             return own_text(model)
         warnings.warn("no calibration data: residuals are measured on the example inputs alone", stacklevel=3)
         return [example]
@@ -88,9 +82,7 @@ def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int
     config = model.config.get_text_config()
     vocabulary = config.vocab_size
     if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-        raise ValueError(
-            f"token ids run from {int(ids.min())} to {int(ids.max())}, the model knows 0 to {vocabulary - 1}"
-        )
+        raise ValueError(f"token ids run from {int(ids.min())} to {int(ids.max())}, the model knows 0 to {vocabulary - 1}")
     parts = texts.windows(ids.cpu(), texts.window_length(model.config, length), getattr(config, "bos_token_id", None))
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(SEED))[:samples]
     device = device_of(model)

@@ -28,9 +28,7 @@ logger = logging.getLogger("dpamoe")
 
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 TIED_CLIPS = tuple(1.0 - 0.05 * step for step in range(11))
-CHUNK_WEIGHTS = (
-    1 << 19
-)  # weights encoded at a time: bounds memory to about 30 MB of work space, fixed so results never vary
+CHUNK_WEIGHTS = 1 << 19  # weights encoded at a time: bounds memory to about 30 MB of work space, fixed so results never vary
 RIDGE = 1e-5  # pulls scales of planes that no weight distinguishes to their present value
 FP16_TOP, FP16_FLOOR = 6.0e4, 2.0**-14  # largest and smallest half-range whose scales and offset fp16 holds to k = 8
 
@@ -79,9 +77,7 @@ def check_encodable(weights: ExpertWeights, spec: EncodeSpec, path: str) -> None
 def check_weight(weight: Tensor, spec: EncodeSpec, name: str) -> Tensor:
     """Largest magnitude of each expert, fp32 [E]; ValueError, naming the tensor, for a weight that cannot be encoded."""
     if weight.dim() != 3 or not weight.is_floating_point():
-        raise ValueError(
-            f"{name} is {weight.dtype} {list(weight.shape)}: an expert weight must be float [experts, out, in]"
-        )
+        raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)}: an expert weight must be float [experts, out, in]")
     if spec.group_size > weight.shape[2]:
         raise ValueError(
             f"group_size {spec.group_size} exceeds the {weight.shape[2]} inputs of {name}: "
@@ -282,7 +278,6 @@ def _fit_tied(groups: Tensor, valid, unit: Tensor, spec: EncodeSpec) -> tuple[Te
         if not result:
             result = found
         result = tuple(
-            torch.where(better.view(-1, *(1,) * (new.dim() - 1)), new, old)
-            for new, old in zip(found, result, strict=True)
+            torch.where(better.view(-1, *(1,) * (new.dim() - 1)), new, old) for new, old in zip(found, result, strict=True)
         )
     return result  # type: ignore[return-value]

@@ -68,9 +68,7 @@ class EncodedExperts(nn.Module):
         self.register_buffer("residuals", residuals)
         self.register_buffer("table", residuals, persistent=False)
         self.register_buffer("budget", torch.full((), float(len(up.planes)), device=device), persistent=False)
-        self.register_buffer(
-            "k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False
-        )
+        self.register_buffer("k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False)
         spent = torch.zeros(residuals.shape[1], dtype=torch.long, device=device)
         self.register_buffer("spent", spent, persistent=False)
         self.spend = SpendSpec(budget=float(len(up.planes)))

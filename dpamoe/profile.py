@@ -145,9 +145,7 @@ def _output_error(weights: ExpertWeights, up, down, activation: str, expert: int
     """Mean |f(x) - f^(k)(x)|^2 over rows [n, H], k = 0 … C; fp64 [C + 1]."""
     act = ACTIVATIONS[activation]
     biases = [None if bias is None else bias[expert].float() for bias in (weights.up_bias, weights.down_bias)]
-    exact = F.linear(
-        act(F.linear(rows, weights.up[expert].float(), biases[0])), weights.down[expert].float(), biases[1]
-    )
+    exact = F.linear(act(F.linear(rows, weights.up[expert].float(), biases[0])), weights.down[expert].float(), biases[1])
     errors = [exact.double().square().sum(1).mean()]
     counts = list(range(1, len(up.planes) + 1))
     for up_dense, down_dense in zip(prefixes(up, expert, counts), prefixes(down, expert, counts), strict=True):

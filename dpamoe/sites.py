@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
+from dpamoe.kernels.reference import is_gated
+
 
 @dataclass(frozen=True)
 class ExpertLayout:
@@ -25,10 +27,10 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Site:
-    """One router with its experts: the module called with (hidden, index, weights), and what verification found.
+    """One router with its experts, verified: the module called with (hidden, index, weights).
 
-    hidden, inner: input width of an expert and width between its matmuls. reason is empty for a verified site, else it
-    says why the site was refused.
+    hidden, inner, out: widths of an expert's input, between its matmuls, and of its output. parameters: all that the
+    module holds. dtype: of its weights as found.
     """
 
     path: str
@@ -41,6 +43,16 @@ class Site:
     layout: ExpertLayout
     parameters: int
     dtype: str
+
+    @property
+    def up_rows(self) -> int:
+        """Rows of the first matmul: 2 * inner for a gated activation."""
+        return self.inner * (2 if is_gated(self.activation) else 1)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the two stacked matrices, biases not counted."""
+        return self.experts * (self.hidden * self.up_rows + self.inner * self.out)
 
     def as_dict(self) -> dict:
         """Plain dictionary, for JSON."""

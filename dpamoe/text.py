@@ -1,5 +1,6 @@
 """Text to token windows: reading files, finding the tokenizer, cutting windows that start with the begin token."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -25,21 +26,24 @@ def load_tokenizer(model_dir: str | Path):
     from transformers import AutoTokenizer
 
     if not str(model_dir):
-        raise ValueError(
-            "the model does not say which folder it came from, so its tokenizer is unknown: give token ids"
-        )
+        raise ValueError("the model does not say which folder it came from, so its tokenizer is unknown: give token ids")
     try:
         return AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"no tokenizer could be loaded from {model_dir}: give token ids instead of text ({error})"
-        ) from error
+        raise ValueError(f"no tokenizer could be loaded from {model_dir}: give token ids instead of text ({error})") from error
 
 
 def token_ids(tokenizer, text: str) -> Tensor:
-    """Token ids of a text without special tokens, int64 [N]; ValueError if there are none."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids:
+    """Token ids of a text, int64 [N]; blank lines separate documents. ValueError if there are none.
+
+    Each document stands between the tokenizer's begin and end tokens, where it has them, as in training.
+    """
+    begin, end = ([token] if isinstance(token, int) else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    ids: list[int] = []
+    for document in re.split(r"\n\s*\n", text) if begin or end else [text]:
+        if document.strip():
+            ids += begin + tokenizer(document.strip("\n"), add_special_tokens=False, verbose=False)["input_ids"] + end
+    if len(ids) < 4:
         raise ValueError("the text holds no tokens: give at least a few hundred words")
     return torch.tensor(ids, dtype=torch.long)
 

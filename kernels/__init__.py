@@ -1,8 +1,6 @@
 """Numbers in, numbers out: reference, layout, Triton kernels and op registration; import it as `dpamoe.kernels`."""
 
-if (
-    __name__ == "kernels"
-):  # the repository root is on sys.path: this folder shadows Hugging Face's `kernels`, step aside
+if __name__ == "kernels":  # the repository root is on sys.path: this folder shadows Hugging Face's `kernels`, step aside
     import importlib.machinery
     import importlib.util
     import os

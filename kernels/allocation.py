@@ -19,7 +19,7 @@ def select(gains: Tensor, spend: Tensor) -> Tensor:
     along K, since then the largest ones of every slot are its first planes.
     """
     rows, slots, steps = gains.shape
-    order = gains.reshape(rows, -1).argsort(dim=1, descending=True, stable=True)
+    order = gains.flatten(1).argsort(dim=1, descending=True, stable=True)
     chosen = torch.arange(slots * steps, device=gains.device) < spend[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen).view(rows, slots, steps).sum(-1)
 
@@ -53,10 +53,9 @@ def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tenso
     held = (expert_ids >= 0) & (expert_ids < experts)
     ids = expert_ids.long().where(held, 0)
     importance = torch.zeros(experts, dtype=torch.float64, device=gates.device)
-    importance.index_add_(0, ids.flatten(), (gates.double().square() * held).flatten())
+    importance.index_add_(0, ids.flatten(), gates.double().square().where(held, 0).flatten())
     present = (
-        torch.zeros(experts, dtype=torch.long, device=gates.device).index_add_(0, ids.flatten(), held.long().flatten())
-        > 0
+        torch.zeros(experts, dtype=torch.long, device=gates.device).index_add_(0, ids.flatten(), held.long().flatten()) > 0
     )
     extra = torch.floor(present.sum() * (budget.double() - k_min) + (0.5 + 1e-5)).long()
     extra = torch.minimum(extra.clamp_min(0), present.sum() * (k_max - k_min)).view(1)

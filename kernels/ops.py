@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpamoe.kernels import allocation, grouped
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.kernels.reference import ACTIVATIONS
+from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
 
 def _define(name: str, function, fake):
@@ -28,11 +28,7 @@ def _check_pairs(expert_ids: Tensor, **others: Tensor) -> None:
 
 
 def _check_chunks(chunks: Tensor, planes: list[Tensor]) -> None:
-    if (
-        chunks.device.type == "cpu"
-        and chunks.numel()
-        and not 0 <= int(chunks.min()) <= int(chunks.max()) <= len(planes)
-    ):
+    if chunks.device.type == "cpu" and chunks.numel() and not 0 <= int(chunks.min()) <= int(chunks.max()) <= len(planes):
         raise ValueError(
             f"chunks run from {int(chunks.min())} to {int(chunks.max())}, the weight holds {len(planes)} planes: "
             f"use 0 to {len(planes)}, or load more planes"
@@ -52,9 +48,7 @@ def _check_rows(x: Tensor, expert_ids: Tensor, weight: EncodedWeight) -> None:
 
 def _check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r} is not fused: use one of {', '.join(ACTIVATIONS)}, or two expert_matmul"
-        )
+        raise ValueError(f"activation {activation!r} is not fused: use one of {', '.join(ACTIVATIONS)}, or two expert_matmul")
 
 
 def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: int) -> None:
@@ -66,9 +60,7 @@ def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: in
         )
 
 
-def _allocate(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int
-) -> Tensor:
+def _allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
     """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
 
     gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes); budget fp32 0-d or
@@ -128,7 +120,7 @@ def _expert_ffn(
     _check_activation(activation)
     _check_pairs(expert_ids, gates=gates, chunks=chunks)
     up = EncodedWeight(up_planes, up_scales, up_offset, up_unit, x.shape[-1], group_size)
-    width = up_offset.shape[1] // (2 if activation.endswith("_mul") or activation == "swigluoai" else 1)
+    width = up_offset.shape[1] // (2 if is_gated(activation) else 1)
     down = EncodedWeight(down_planes, down_scales, down_offset, down_unit, width, group_size)
     _check_rows(x, expert_ids, up)
     _check_chunks(chunks, up_planes)

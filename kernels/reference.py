@@ -25,8 +25,7 @@ def _gelu_tanh(hidden: Tensor) -> Tensor:
     return F.gelu(hidden, approximate="tanh")
 
 
-# What may stand between the two matmuls of an expert. Names ending in _mul, and swigluoai, take [..., 2 I] (gate rows
-# first, then up rows) to [..., I]; the others keep the width.
+# What may stand between the two matmuls of an expert.
 ACTIVATIONS = {
     "silu_mul": _gated(F.silu),
     "gelu_mul": _gated(F.gelu),
@@ -42,6 +41,11 @@ ACTIVATIONS = {
 }
 
 
+def is_gated(activation: str) -> bool:
+    """Whether it takes [..., 2 I] (gate rows first, then up rows) to [..., I]; the others keep the width."""
+    return activation.endswith("_mul") or activation == "swigluoai"
+
+
 def decode(planes, scales, offset, unit, chunks: int, in_features: int, group_size: int) -> Tensor:
     """Rebuild a stacked weight, fp32 [E, O, I], from its first `chunks` planes (DPA-MoE, section 3.1)."""
 
@@ -54,9 +58,7 @@ def decode(planes, scales, offset, unit, chunks: int, in_features: int, group_si
     return weight
 
 
-def planes_to_spend(
-    expert_ids: Tensor, experts: int, budget: Tensor, k_min: int, k_max: Tensor
-) -> tuple[Tensor, Tensor]:
+def planes_to_spend(expert_ids: Tensor, experts: int, budget: Tensor, k_min: int, k_max: Tensor) -> tuple[Tensor, Tensor]:
     """Which slots hold an expert, bool [T, A], and how many planes each token may spend, int64 [T].
 
     floor(A k + 1/2) over the A real slots, kept between A k_min and A k_max. The 1e-5 undoes the fp32 rounding of a budget

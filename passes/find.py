@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpamoe.kernels.reference import ACTIVATIONS
+from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 from dpamoe.sites import ExpertLayout, ExpertWeights, Refusal, Site, gather
 
 TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
@@ -38,10 +38,7 @@ def find_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -
     """
     calls: dict[str, object] = {}
     candidates = {path: module for path, module in model.named_modules() if _stacked(module)}
-    hooks = [
-        module.register_forward_pre_hook(_recorder(path, calls), with_kwargs=True)
-        for path, module in candidates.items()
-    ]
+    hooks = [module.register_forward_pre_hook(_recorder(path, calls), with_kwargs=True) for path, module in candidates.items()]
     try:
         _run(model, args, kwargs or {})
     finally:
@@ -147,7 +144,7 @@ def _search(judge: nn.Module, probes: list, expected: list[Tensor]) -> tuple[Exp
     for layout in _layouts(judge, probes[0][0].shape[1]):
         weights = gather(judge, layout)
         for activation in ACTIVATIONS:
-            gated = activation.endswith("_mul") or activation == "swigluoai"
+            gated = is_gated(activation)
             if weights.up.shape[1] != weights.down.shape[2] * (2 if gated else 1) or (layout.interleaved and not gated):
                 continue
             if all(_agrees(weights, activation, probe, want) for probe, want in zip(probes, expected, strict=True)):
@@ -188,6 +185,4 @@ def _agrees(weights: ExpertWeights, activation: str, probe: tuple, expected: Ten
         rows = rows if weights.down_bias is None else rows + weights.down_bias[ids]
         result += gates[:, slot, None] * rows
     size = expected.abs().max()
-    return (
-        bool(torch.isfinite(expected).all()) and size > 0 and bool((result - expected).abs().max() <= TOLERANCE * size)
-    )
+    return bool(torch.isfinite(expected).all()) and size > 0 and bool((result - expected).abs().max() <= TOLERANCE * size)

@@ -139,9 +139,7 @@ def test_files_say_what_they_are_for():
     report(
         f"{path}:1: the first line must be a docstring that says what the file is for"
         for path, tree in product()
-        if not (
-            ast.get_docstring(tree) and tree.body[0].lineno == 1 and tree.body[0].value.value.splitlines()[0].strip()
-        )
+        if not (ast.get_docstring(tree) and tree.body[0].lineno == 1 and tree.body[0].value.value.splitlines()[0].strip())
     )
 
 
@@ -166,9 +164,7 @@ def test_functions_are_short():
 def text_files():
     """Yield (path below the root, text) of every text file in the repository, those of `.ci` and `.git` excepted."""
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    for path in sorted(
-        path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.parent.name != "__pycache__"
-    ):
+    for path in sorted(path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.parent.name != "__pycache__"):
         try:
             yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
         except UnicodeDecodeError:

@@ -1,0 +1,289 @@
+"""Encoded checkpoints on disk: one tensor per plane, files grouped by plane, written whole or not at all.
+
+    config.json                       the model's config with a quantization_config of quant_method "dpamoe"
+    dpamoe.index.json                 tensor -> file, and the size of every file
+    model-base-*.safetensors          everything but expert planes: router, attention, offsets, tied scales, biases
+    model-plane-{c}-*.safetensors     plane c and its scales, all sites
+    model-residuals.safetensors       residual tables
+
+The index has a name of its own, so that a loader that does not know dpamoe finds no weights instead of making some up.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dpamoe.kernels.layout import EncodedWeight, groups_of
+from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.sites import Site
+from dpamoe.spec import EncodeSpec
+
+FORMAT_VERSION = 1
+INDEX = "dpamoe.index.json"
+RESIDUALS = "model-residuals.safetensors"
+SHARD_BYTES = 4 << 30
+
+
+def tensor_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of a transformed model under the file group it belongs to: base, plane-{c}, residuals."""
+    held = encoded_experts(model)
+    groups: dict[str, dict[str, Tensor]] = {"base": {}}
+    seen: set[tuple] = set()
+    for name, tensor in model.state_dict().items():
+        path, _, rest = _split(name, held)
+        if path and rest == "residuals":
+            groups.setdefault("residuals", {})[name] = tensor
+        elif path and rest.split(".")[-2:-1] in (["plane"], ["scale"]):
+            groups.setdefault(f"plane-{rest.split('.')[-1]}", {})[name] = tensor
+        else:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if tensor.numel() == 0 or key not in seen:  # tied weights are written once
+                groups["base"][name] = tensor
+            seen.add(key)
+    return groups
+
+
+def _split(name: str, held: dict[str, EncodedExperts]) -> tuple[str, str, str]:
+    for path in held:
+        if name.startswith(path + "."):
+            return path, ".", name[len(path) + 1 :]
+    return "", "", name
+
+
+def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], None]) -> None:
+    """Write a transformed model into the new folder `out`: into out.partial first, synced, then renamed.
+
+    config: the contents of config.json. extra: adds tokenizer, card and the like to the folder it is given. Raises
+    ValueError if `out` exists. A leftover out.partial of an earlier, broken run is replaced.
+    """
+    check_new(out)
+    partial = out.with_name(out.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    index: dict[str, dict] = {"metadata": {"format": "dpamoe", "version": FORMAT_VERSION}, "weight_map": {}, "files": {}}
+    for group, tensors in tensor_groups(model).items():
+        _write_group(partial, group, tensors, index)
+    _write_json(partial / "config.json", config)
+    extra(partial)
+    _write_json(partial / INDEX, index)
+    for file in sorted(partial.rglob("*")):
+        _sync(file)
+    _sync(partial)
+    partial.rename(out)
+    _sync(out.parent)
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError if the output folder exists already, or cannot be made."""
+    if out.exists():
+        raise ValueError(f"output folder {out} exists: choose another name, or delete it first")
+    if not out.parent.is_dir():
+        raise ValueError(f"folder {out.parent}, which should hold {out.name}, does not exist: make it first")
+
+
+def _write_group(folder: Path, group: str, tensors: dict[str, Tensor], index: dict) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().cpu().contiguous()
+        size += nbytes
+    for number, shard in enumerate(shards, 1):
+        file = RESIDUALS if group == "residuals" else f"model-{group}-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
+        index["weight_map"] |= dict.fromkeys(shard, file)
+        index["files"][file] = (folder / file).stat().st_size
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def quantization_config(model: nn.Module, budget: float, source: str | None) -> dict:
+    """The quantization_config of a transformed model (design: Hugging Face conventions). source: a relative path or None."""
+    held = encoded_experts(model)
+    first = next(iter(held.values()))
+    return {
+        "quant_method": "dpamoe",
+        "version": FORMAT_VERSION,
+        **first.spec.as_dict(),
+        "default_budget": budget,
+        "budget_scope": first.spend.scope,
+        "source": source,
+        "sites": [experts.site.as_dict() for experts in held.values()],
+        "unreached": {path: experts.unreached for path, experts in held.items() if experts.unreached},
+    }
+
+
+def read_config(folder: str | Path) -> dict:
+    """config.json of an encoded folder; ValueError, saying what is wrong, for any other folder."""
+    folder = Path(folder)
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} does not exist")
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: give a model folder in Hugging Face format")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}): copy it again from the source") from error
+    return config
+
+
+def is_encoded(folder: str | Path) -> bool:
+    """Whether a model folder holds a dpamoe checkpoint."""
+    return (read_config(folder).get("quantization_config") or {}).get("quant_method") == "dpamoe"
+
+
+def read_index(folder: str | Path, k_max: int | None = None, without_residuals: bool = False) -> tuple[dict, dict[str, str]]:
+    """Check an encoded folder before anything is read; returns its quantization_config and tensor -> file for k_max planes.
+
+    Every file needed must be there with the size that its header and the index give. Files of planes beyond k_max are not
+    opened. ValueError names the file, expected and found size, and what to do.
+    """
+    folder = Path(folder)
+    settings = read_config(folder).get("quantization_config") or {}
+    if settings.get("quant_method") != "dpamoe":
+        raise ValueError(f"{folder} is not a dpamoe checkpoint: convert the model first (dpamoe convert)")
+    if settings.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder} has format version {settings.get('version')}, this dpamoe reads version {FORMAT_VERSION}: "
+            "convert the model again, or install the matching dpamoe"
+        )
+    held = settings["k_max"]
+    if k_max is not None and not settings["k_min"] <= k_max <= held:
+        raise ValueError(f"k_max {k_max} asked of a checkpoint with planes {settings['k_min']} to {held}: use one of these")
+    file = folder / INDEX
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {INDEX}: the conversion is incomplete, run it again")
+    index = json.loads(file.read_text(encoding="utf-8"))
+    dropped = tuple(f"model-plane-{c}-" for c in range(k_max or held, held)) + ((RESIDUALS,) if without_residuals else ())
+    needed = {name: f for name, f in index["weight_map"].items() if not f.startswith(dropped)}
+    for name in sorted(set(needed.values())):
+        _check_file(folder / name, index["files"].get(name))
+    return settings, needed
+
+
+def _check_file(file: Path, expected: int | None) -> None:
+    if not file.is_file() and file.name == RESIDUALS:
+        raise ValueError(f"{file} is missing: make it again with `dpamoe profile {file.parent.name} --calibration FILE`")
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: the checkpoint is incomplete, copy or convert it again")
+    found = file.stat().st_size
+    if found != expected:
+        raise ValueError(f"{file} has {found} bytes, {expected} were written: it is truncated or changed, copy it again")
+    with file.open("rb") as handle:
+        header = int.from_bytes(handle.read(8), "little")
+        try:
+            entries = json.loads(handle.read(min(header, found)))
+            end = (
+                8
+                + header
+                + max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+            )
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} has no readable safetensors header: copy it again") from error
+    if end != found:
+        raise ValueError(f"{file} has {found} bytes, its header describes {end}: it is truncated or padded, copy it again")
+
+
+def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
+    """Read the named tensors; ValueError if a file does not hold a tensor that the index puts there."""
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(file, []).append(name)
+    tensors = {}
+    for file, names in by_file.items():
+        try:
+            with safe_open(Path(folder) / file, "pt") as handle:
+                present = set(handle.keys())
+                for name in names:
+                    if name not in present:
+                        raise ValueError(
+                            f"{Path(folder) / file} lacks tensor {name}, which the index puts there: convert again"
+                        )
+                    tensors[name] = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{Path(folder) / file} cannot be read as safetensors ({error}): copy it again") from error
+    return tensors
+
+
+def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes: int) -> EncodedExperts:
+    """Take one site's tensors out of `tensors` and make its module; ValueError names a tensor that is missing or misshaped."""
+    spec = EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+
+    def take(name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], optional: bool = False) -> Tensor | None:
+        tensor = tensors.pop(f"{site.path}.{name}", None)
+        if tensor is None and optional:
+            return None
+        if tensor is None:
+            raise ValueError(f"tensor {site.path}.{name} is missing from the checkpoint: convert the model again")
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            raise ValueError(
+                f"tensor {site.path}.{name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)} of "
+                f"{' or '.join(map(str, dtypes))}: the checkpoint is damaged, convert the model again"
+            )
+        return tensor
+
+    up = _take_weight(take, "gate_up_proj", (site.experts, site.up_rows, site.hidden), spec, planes)
+    down = _take_weight(take, "down_proj", (site.experts, site.out, site.inner), spec, planes)
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    up_bias = take("up_bias", (site.experts, site.up_rows), floats) if site.layout.up_bias else None
+    down_bias = take("down_bias", (site.experts, site.out), floats) if site.layout.down_bias else None
+    residuals = take("residuals", (site.experts, settings["k_max"] + 1), (torch.float32,))
+    experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals)
+    experts.unreached = settings.get("unreached", {}).get(site.path, [])
+    return experts
+
+
+def _take_weight(take, name: str, shape: tuple[int, int, int], spec: EncodeSpec, planes: int) -> EncodedWeight:
+    experts, out_features, in_features = shape
+    per_group = (experts, out_features, groups_of(in_features, spec.group_size))
+    packed = [take(f"{name}.plane.{c}", (experts, out_features, -(-in_features // 8)), (torch.uint8,)) for c in range(planes)]
+    if spec.scale_mode == "tied":
+        scales = [take(f"{name}.scale", per_group, (torch.uint8,))]
+        offset, unit = take(f"{name}.offset", per_group, (torch.int8,)), take(f"{name}.unit", (experts,), (torch.float32,))
+    else:
+        floats = (torch.float16, torch.float32)
+        scales = [take(f"{name}.scale.{c}", per_group, floats) for c in range(planes)]
+        offset, unit = take(f"{name}.offset", per_group, floats), None
+    return EncodedWeight(packed, scales, offset, unit, in_features, spec.group_size)
+
+
+def write_residuals(folder: Path, tables: dict[str, Tensor], unreached: dict[str, list[int]]) -> None:
+    """Replace the residual tables of an encoded folder, and the list of experts that calibration did not reach; atomic."""
+    partial = folder / (RESIDUALS + ".partial")
+    save_file({name: table.contiguous() for name, table in tables.items()}, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    if partial.stat().st_size != index["files"][RESIDUALS]:
+        partial.unlink()
+        raise ValueError(f"the new residual tables do not have the shape of those in {folder}: convert the model again")
+    _sync(partial)
+    partial.rename(folder / RESIDUALS)
+    config = read_config(folder)
+    config["quantization_config"]["unreached"] = unreached
+    fresh = folder / "config.json.partial"
+    _write_json(fresh, config)
+    fresh.rename(folder / "config.json")
+    _sync(folder)

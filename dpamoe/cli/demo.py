@@ -1,0 +1,62 @@
+"""`dpamoe demo`: the embedded trained model becomes any-precision; a table, a picture and a few words of text."""
+
+import logging
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import torch
+
+import dpamoe
+from dpamoe import evaluate, plot, storage, text
+from dpamoe.cli import generate
+
+NAME = "demo"
+HELP = "make the embedded model any-precision and show quality against size: a table, a picture, generated text"
+PROMPT = "The database engine"
+
+logger = logging.getLogger("dpamoe")
+
+
+def arguments(parser) -> None:
+    """Flags of this command."""
+    parser.add_argument("--picture", type=Path, default=Path("dpamoe-demo.png"), help="where the picture goes (PNG)")
+    parser.add_argument("--max-tokens", type=int, default=6000, help="held-out tokens that are scored")
+
+
+def run(args) -> dict:
+    """Encode, score, draw, generate; returns what `dpamoe eval --json` returns."""
+    with as_file(files("dpamoe.assets")) as assets:
+        return _run(args, assets)
+
+
+def _run(args, assets: Path) -> dict:
+    model = storage.load_original(assets / "tiny")
+    element_bytes = evaluate.element_sizes(model)
+    evaluate.to_run(model, "cpu")
+    tokenizer = text.load_tokenizer(assets / "tiny")
+    ids = text.token_ids(tokenizer, text.read_text(assets / "text" / "heldout.txt"))
+    windows = text.windows(ids, text.window_length(model.config), model.config.bos_token_id, args.max_tokens)
+    samples = {"full precision": _sample(model, tokenizer)}
+    with evaluate.ReferenceLogits(model, windows) as reference:
+        dpamoe.transform(model, calibration=text.read_text(assets / "text" / "calibration.txt"))
+        logger.info("%s", dpamoe.report(model))
+        rows = evaluate.evaluate(model, reference, evaluate.Sizes.of(model, element_bytes), evaluate.BUDGETS)
+        outcome = evaluate.result("embedded tiny Qwen3-MoE", model, reference, rows)
+    for budget in (2, 4, 8):
+        with dpamoe.budget(model, budget):
+            samples[f"budget {budget}"] = _sample(model, tokenizer)
+    args.samples, args.drawn = samples, plot.frontier(outcome, args.picture)
+    logger.info("picture: %s", args.drawn)
+    return outcome if args.json else {**outcome, "picture": str(args.drawn), "samples": samples}
+
+
+def _sample(model: torch.nn.Module, tokenizer) -> str:
+    return generate.complete(model, tokenizer, PROMPT, 24)
+
+
+def show(outcome: dict) -> str:
+    """The table, the name of the picture, and the texts."""
+    width = max(map(len, outcome["samples"]))
+    texts = [f"  {name.ljust(width)}  {written!r}" for name, written in outcome["samples"].items()]
+    parts = [evaluate.table(outcome), f"picture: {outcome['picture']}", f"greedy text after {PROMPT!r}:", *texts]
+    return "\n".join(parts)

@@ -1,0 +1,71 @@
+"""`dpamoe inspect`: what an encoded folder holds and whether it is whole, or which experts a model folder has."""
+
+from pathlib import Path
+
+from dpamoe import calibration, checkpoint, storage
+from dpamoe.kernels.layout import bits_per_weight
+from dpamoe.passes import find
+
+NAME = "inspect"
+HELP = "say what an encoded folder holds and whether it is complete, or which routed experts a model has"
+
+
+def arguments(parser) -> None:
+    """Flags of this command."""
+    parser.add_argument("model", help="an encoded or original model folder")
+
+
+def run(args) -> dict:
+    """Read headers of an encoded folder; load an original model and look for its experts."""
+    return _encoded(args.model) if checkpoint.is_encoded(args.model) else _original(args.model)
+
+
+def _encoded(folder: str) -> dict:
+    settings, weight_map = checkpoint.read_index(folder)
+    sizes = {name: (Path(folder) / name).stat().st_size for name in sorted(set(weight_map.values()))}
+    planes = []
+    for k in range(settings["k_min"], settings["k_max"] + 1):
+        dropped = tuple(f"model-plane-{c}-" for c in range(k, settings["k_max"]))
+        read = sum(size for name, size in sizes.items() if not name.startswith(dropped))
+        bits = bits_per_weight(k, settings["sites"][0]["hidden"], settings["group_size"], settings["scale_mode"])
+        planes.append({"k": k, "bits_per_weight": bits, "bytes": read})
+    kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "budget_scope", "source", "sites", "unreached")
+    return {"model": folder, "encoded": True, "complete": True, **{k: settings[k] for k in kept}, "planes": planes}
+
+
+def _original(folder: str) -> dict:
+    model = storage.load_original(folder)
+    findings = find.find_sites(model, *calibration.example_batch(model, None))
+    if not findings.sites and not findings.refused:
+        raise ValueError(f"no routed experts were found in {folder}: it looks dense")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "model": folder,
+        "encoded": False,
+        "sites": [site.as_dict() for site in findings.sites],
+        "refused": {refusal.path: refusal.reason for refusal in findings.refused},
+        "expert_share": sum(site.parameters for site in findings.sites) / total,
+    }
+
+
+def show(outcome: dict) -> str:
+    """Sites as a table, then sizes or refusals."""
+    rows = [
+        f"{site['path']}: {site['experts']} experts, top {site['top_k']}, {site['hidden']} → {site['inner']} → {site['out']}, "
+        f"{site['activation']}, {site['dtype']}{', biases' if site['layout']['up_bias'] else ''}"
+        f"{', transposed' if site['layout']['up_transposed'] else ''}{', interleaved' if site['layout']['interleaved'] else ''}"
+        for site in outcome["sites"]
+    ]
+    if not outcome["encoded"]:
+        rows.append(f"{len(outcome['sites'])} sites verified, {outcome['expert_share']:.1%} of all parameters")
+        return "\n".join(rows + [f"refused: {path}: {reason}" for path, reason in outcome["refused"].items()])
+    rows.append(
+        f"complete; group size {outcome['group_size']}, {outcome['scale_mode']} scales, planes {outcome['k_min']} to "
+        f"{outcome['k_max']}, default budget {outcome['default_budget']:g} per {outcome['budget_scope']}"
+    )
+    rows += [
+        f"k={row['k']}: {row['bits_per_weight']:.3f} bits per expert weight, {row['bytes']:,} bytes to read"
+        for row in outcome["planes"]
+    ]
+    rows += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
+    return "\n".join(rows)

@@ -1,0 +1,210 @@
+"""Save a transformed model as a folder, load it again, refresh its residual table."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dpamoe import calibration as calibrate
+from dpamoe import checkpoint
+from dpamoe.allocate import project
+from dpamoe.api import report, set_budget, warn_clamped
+from dpamoe.modules import encoded_experts
+from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table
+from dpamoe.progress import track
+from dpamoe.sites import Site, gather
+from dpamoe.spec import check_budget
+
+# Files of a source folder that are weights or are written anew; everything else (tokenizer, chat template, code) is copied.
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack", ".onnx")
+WRITTEN_ANEW = ("config.json", "generation_config.json", "README.md")
+
+CARD = """---
+library_name: dpamoe
+tags: [mixture-of-experts, quantized, any-precision]
+---
+# {name}
+
+```python
+import dpamoe
+model = dpamoe.load("path/to/this/folder", budget={budget:g})
+dpamoe.set_budget(model, {lower:g})  # fewer planes per expert, at once, without loading again
+```
+
+Experts of {sites} layers are encoded as {k_max} bitplanes (group size {group}, prefixes {k_min} to {k_max} decode). This is a
+dpamoe checkpoint: loaders that do not know the format find no weights in it and stop.
+"""
+
+
+def save(model: nn.Module, out: str | Path) -> Path:
+    """Write a transformed Hugging Face model into the new folder `out` and return its path.
+
+    Written as out.partial and renamed when complete. The tokenizer, chat template and remote code of the folder the model
+    came from are copied. Raises ValueError if the model is not transformed, holds fewer planes than it was encoded with, has
+    no config, or `out` exists.
+    """
+    out = Path(out).absolute()
+    held = encoded_experts(model)
+    if not held:
+        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform before dpamoe.save")
+    if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
+        )
+    first = next(iter(held.values()))
+    if len(first.gate_up_proj.plane.as_list()) < first.spec.k_max:
+        raise ValueError(f"the model was loaded with fewer than {first.spec.k_max} planes: load all of them to save it")
+    name = getattr(model, "name_or_path", "")
+    source = Path(name).absolute() if name and Path(name).is_dir() else None
+    config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    config["architectures"] = [type(model).__name__]
+    relative = None if source is None else os.path.relpath(source, out)
+    config["quantization_config"] = checkpoint.quantization_config(model, first.spend.budget, relative)
+
+    def extra(folder: Path) -> None:
+        _copy_companions(source, folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        (folder / "README.md").write_text(_card(out.name, model), encoding="utf-8")
+
+    checkpoint.write(model, out, config, extra)
+    return out
+
+
+def _copy_companions(source: Path | None, folder: Path) -> None:
+    if source is None:
+        return
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and file.name not in WRITTEN_ANEW:
+            if file.name.startswith((".", "train_log")):
+                continue
+            shutil.copyfile(file, folder / file.name)
+
+
+def _card(name: str, model: nn.Module) -> str:
+    held = report(model)
+    spec = next(iter(encoded_experts(model).values())).spec
+    return CARD.format(
+        name=name, budget=held.budget, lower=spec.k_min, sites=held.sites, k_max=spec.k_max, k_min=spec.k_min,
+        group=spec.group_size,
+    )  # fmt: skip
+
+
+def load(folder: str | Path, budget: float | None = None, k_max: int | None = None, device: str = "cpu") -> nn.Module:
+    """Load an encoded folder, ready to run, in the dtype it was saved with.
+
+    budget: average planes per expert, the checkpoint's default if None (clamped, with a warning, to k_max). k_max: read
+    only the first k_max planes; files of the others are not opened. Raises ValueError for anything missing, truncated,
+    misnamed or misshaped, and for a budget or k_max that the checkpoint does not hold.
+    """
+    folder = Path(folder)
+    settings, weight_map = checkpoint.read_index(folder, k_max)
+    planes = k_max or settings["k_max"]
+    budget = warn_clamped(settings["default_budget"], planes) if budget is None else budget
+    check_budget(budget, settings["k_min"], planes)
+    tensors = checkpoint.read_tensors(folder, weight_map)
+    model = _skeleton(folder)
+    for fields in settings["sites"]:
+        site = Site.from_dict(fields)
+        parent, _, name = site.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, checkpoint.build_experts(site, settings, tensors, planes))
+    _fill(model, tensors, folder)
+    model = model.to(device).eval()
+    set_budget(model, budget)
+    return model
+
+
+def _skeleton(folder: Path) -> nn.Module:
+    """The model of a folder's config with parameters on the meta device and buffers in memory."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = config.architectures[0]
+    architecture = getattr(transformers, name, None)
+    if architecture is None:
+        raise ValueError(
+            f"{folder / 'config.json'} names architecture {name}, which transformers {transformers.__version__} lacks"
+        )
+    with init_empty_weights(include_buffers=False):
+        model = architecture._from_config(config, dtype=config.dtype)
+    model.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Put all tensors that are not experts where they belong; ValueError for one too many or one too few."""
+    outcome = model.load_state_dict(tensors, strict=False, assign=True)
+    if outcome.unexpected_keys:
+        raise ValueError(f"{folder} holds tensors the model does not know: {', '.join(outcome.unexpected_keys[:4])}")
+    model.tie_weights()
+    missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, such as {', '.join(missing[:4])}: convert again")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None) -> dict[str, list[int]]:
+    """Measure the residual tables of an encoded folder anew, on `original`, the model it was made from; returns unreached.
+
+    calibration: as for `transform`. The new table replaces the old one in one step. Raises ValueError if the original does
+    not have the sites of the folder.
+    """
+    folder = Path(folder)
+    settings, weight_map = checkpoint.read_index(folder, without_residuals=True)
+    sites = [Site.from_dict(fields) for fields in settings["sites"]]
+    for site in sites:
+        _check_same_site(original, site, folder)
+    example = calibrate.example_batch(original, None)
+    samples = record(original, sites, calibrate.calibration_batches(original, calibration, example), TOKENS_PER_EXPERT)
+    tables, unreached = {}, {}
+    for site in track(sites, "profile", lambda site: site.path):
+        own = {name: file for name, file in weight_map.items() if name.startswith(site.path + ".")}
+        tensors = checkpoint.read_tensors(folder, own)
+        tensors[f"{site.path}.residuals"] = torch.zeros(site.experts, settings["k_max"] + 1)
+        encoded = checkpoint.build_experts(site, settings, tensors, settings["k_max"])
+        weights = gather(original.get_submodule(site.path), site.layout)
+        up, down = encoded.gate_up_proj.weight, encoded.down_proj.weight
+        table, missing = residual_table(weights, up, down, site.activation, samples.pop(site.path))
+        tables[f"{site.path}.residuals"] = project(table, settings["k_min"])
+        if missing:
+            unreached[site.path] = missing
+    checkpoint.write_residuals(folder, tables, unreached)
+    return unreached
+
+
+def _check_same_site(model: nn.Module, site: Site, folder: Path) -> None:
+    try:
+        shape = getattr(model.get_submodule(site.path), site.layout.up).shape
+    except AttributeError:
+        shape = None
+    if shape is None or shape.numel() != site.experts * site.up_rows * site.hidden:
+        raise ValueError(f"the reference model has no experts like {site.path} of {folder}: give the model it was made from")
+
+
+def reference_of(folder: str | Path, wanted: str | None) -> Path:
+    """The original model of an encoded folder: `wanted`, or the recorded source. ValueError if it is not there."""
+    if wanted is not None:
+        return Path(wanted)
+    source = checkpoint.read_index(folder, without_residuals=True)[0].get("source")
+    path = None if source is None else Path(os.path.normpath(Path(folder).absolute() / source))
+    if path is None or not path.is_dir():
+        raise ValueError(f"the original model of {folder} ({source or 'not recorded'}) was not found: give it with --reference")
+    return path
+
+
+def load_original(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
+    """Load an original Hugging Face model from a folder; ValueError if it is missing or broken."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint.read_config(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{folder} could not be loaded as a language model: {error}") from error
+    return model.eval()

@@ -1,0 +1,212 @@
+"""The ops as callers meet them: schema and fakes, dtypes and edge shapes, errors, and a compiled call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
+from dpamoe.kernels import reference
+
+OPS = torch.ops.dpamoe
+EXPERTS, ACTIVE, WIDTH, INNER, GROUP = 4, 3, 20, 12, 8
+
+
+@pytest.fixture
+def up(random_encoded):
+    return random_encoded(EXPERTS, 2 * INNER, WIDTH, GROUP, seed=1)
+
+
+@pytest.fixture
+def down(random_encoded):
+    return random_encoded(EXPERTS, WIDTH, INNER, GROUP, seed=2)
+
+
+def opened(weight, bias=None):
+    """One encoded weight as the ops take it."""
+    return weight.planes, weight.scales, weight.offset, weight.unit, bias
+
+
+def allocation(convex_table, budget=3.5, k_max=8):
+    """The arguments from `residuals` on, k_min excepted."""
+    return convex_table(EXPERTS), torch.tensor(budget), torch.tensor(k_max, dtype=torch.int32)
+
+
+def rows(tokens, *shape):
+    return torch.randn(tokens, *shape, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+@pytest.mark.parametrize("op", ["allocate", "allocate_dispatch"])
+def test_opcheck_allocate(random_pairs, convex_table, op, tokens, id_dtype):
+    ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
+    torch.library.opcheck(getattr(OPS, op).default, (gates, ids.to(id_dtype), *allocation(convex_table), 2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("per_slot", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_opcheck_matmul(random_encoded, random_pairs, tokens, per_slot, tied):
+    weight = random_encoded(EXPERTS, 5, WIDTH, GROUP, tied=tied)
+    ids, _, chunks = random_pairs(tokens, ACTIVE, EXPERTS)
+    x = rows(tokens, *([ACTIVE] if per_slot else []))
+    torch.library.opcheck(OPS.expert_matmul.default, (x, ids, chunks, *opened(weight), GROUP))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
+    ids, gates, chunks = random_pairs(tokens, ACTIVE, EXPERTS)
+    x, biases = rows(tokens).to(dtype), (torch.ones(EXPERTS, 2 * INNER), torch.ones(EXPERTS, WIDTH))
+    both = (*opened(up, biases[0]), *opened(down, biases[1]), "silu_mul", GROUP)
+    torch.library.opcheck(OPS.expert_ffn.default, (x, ids, gates, chunks, *both))
+    torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+@pytest.mark.parametrize("budget", [2.0, 3.25, 8.0])
+def test_routed_ffn_is_allocate_then_expert_ffn(random_pairs, convex_table, up, down, budget, tokens):
+    ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
+    x, both = rows(tokens), (*opened(up), *opened(down), "silu_mul", GROUP)
+    table = allocation(convex_table, budget)
+    chunks = OPS.allocate(gates, ids, *table, 2)
+    assert chunks.dtype == torch.int32
+    expected = OPS.expert_ffn(x, ids, gates, chunks, *both)
+    assert expected.shape == x.shape
+    assert torch.equal(OPS.routed_ffn(x, ids, gates, *table, *both, 2), expected)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_of_routers(random_pairs, convex_table, tolerance, up, down, dtype, gate_dtype, id_dtype):
+    ids, gates, _ = random_pairs(17, ACTIVE, EXPERTS)
+    ids, gates, x = ids.to(id_dtype), gates.to(gate_dtype), rows(17).to(dtype)
+    table = allocation(convex_table)
+    chunks = OPS.allocate(gates, ids, *table, 2)
+    assert torch.equal(chunks, reference.allocate(gates, ids, *table, 2))
+    result = OPS.expert_ffn(x, ids, gates, chunks, *opened(up), *opened(down), "silu_mul", GROUP)
+    exact = reference.expert_ffn(x.float(), ids, gates, chunks, opened(up), opened(down), "silu_mul", GROUP)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, exact.to(dtype), **tolerance(dtype))
+    product = OPS.expert_matmul(x, ids, chunks, *opened(up), GROUP)
+    judge = reference.expert_matmul(x.float(), ids, chunks, *opened(up), GROUP)
+    torch.testing.assert_close(product, judge.to(dtype), **tolerance(dtype))
+
+
+def test_inputs_need_not_be_contiguous(random_pairs, convex_table, up, down):
+    ids, gates, _ = random_pairs(17, ACTIVE, EXPERTS)
+    wide = torch.randn(WIDTH, 34, generator=torch.Generator().manual_seed(3))
+    x = wide[:, ::2].T
+    spread = [torch.stack([tensor, tensor], 2).flatten(1)[:, ::2] for tensor in (ids, gates)]
+    assert not any(tensor.is_contiguous() for tensor in (x, *spread))
+    both = (*allocation(convex_table), *opened(up), *opened(down), "silu_mul", GROUP, 2)
+    assert torch.equal(OPS.routed_ffn(x, *spread, *both), OPS.routed_ffn(x.contiguous(), ids, gates, *both))
+    chunks, slots = torch.full((17, ACTIVE), 5), x[:, None].expand(17, ACTIVE, WIDTH)
+    every = OPS.expert_matmul(slots, spread[0], chunks.T.contiguous().T, *opened(up), GROUP)
+    assert torch.equal(every, OPS.expert_matmul(x, ids, chunks, *opened(up), GROUP))
+
+
+@pytest.mark.parametrize("sentinel", [EXPERTS, -1])
+def test_sentinels_cost_nothing_and_add_nothing(random_pairs, convex_table, up, down, sentinel):
+    ids, gates, _ = random_pairs(9, ACTIVE, EXPERTS)
+    both = (*opened(up), *opened(down), "silu_mul", GROUP)
+    padded = torch.cat([ids, torch.full((9, 1), sentinel)], 1)
+    weights = torch.cat([gates, torch.full((9, 1), 7.0)], 1)
+    table, x = allocation(convex_table), rows(9)
+    chunks = OPS.allocate(weights, padded, *table, 2)
+    assert torch.equal(chunks[:, :-1], OPS.allocate(gates, ids, *table, 2)) and not chunks[:, -1].any()
+    result, expected = (OPS.routed_ffn(x, i, g, *table, *both, 2) for i, g in ((padded, weights), (ids, gates)))
+    assert torch.equal(result, expected)
+    nobody = torch.full_like(ids, sentinel)
+    assert not OPS.routed_ffn(x, nobody, gates, *table, *both, 2).any()
+    assert not OPS.allocate_dispatch(gates, nobody, *table, 2).any()
+
+
+class _Block(nn.Module):
+    def __init__(self, table, weights):
+        super().__init__()
+        self.table, self.weights = table, weights
+        self.register_buffer("budget", torch.tensor(3.0))
+
+    def forward(self, x, ids, gates):
+        residuals, _, k_max = self.table
+        routed = OPS.routed_ffn(x * 2, ids, gates, residuals, self.budget, k_max, *self.weights, "silu_mul", GROUP, 2)
+        return routed + x
+
+
+def test_compiled_call_equals_eager_for_any_budget(random_pairs, convex_table, up, down):
+    compiles = []
+
+    def counting(graph, example_inputs):
+        compiles.append(graph)
+        return graph
+
+    module = _Block(allocation(convex_table), (*opened(up), *opened(down)))
+    eager, compiled = module, torch.compile(module, backend="eager", fullgraph=True)
+    ids, gates, _ = random_pairs(7, ACTIVE, EXPERTS)
+    counted = torch.compile(module, backend=counting, fullgraph=True)
+    for budget in (2.0, 3.25, 8.0):
+        module.budget.fill_(budget)
+        expected = eager(rows(7), ids, gates)
+        assert torch.equal(compiled(rows(7), ids, gates), expected)
+        assert torch.equal(counted(rows(7), ids, gates), expected)
+    crowded = torch.zeros_like(ids)  # all on one expert: shapes do not depend on the routing
+    assert torch.equal(counted(rows(7), crowded, gates), eager(rows(7), crowded, gates))
+    assert len(compiles) == 1
+
+
+def complaint(function, *words):
+    """Check that calling `function` raises a ValueError that says all the words."""
+    with pytest.raises(ValueError) as caught:
+        function()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["allocate", "allocate_dispatch"])
+def test_allocate_refuses_what_does_not_fit(random_pairs, convex_table, op):
+    ids, gates, _ = random_pairs(5, ACTIVE, EXPERTS)
+    table, call = allocation(convex_table), getattr(OPS, op)
+    complaint(lambda: call(gates[:, :2], ids, *table, 2), "gates [5, 2]", "expert_ids [5, 3]")
+    complaint(lambda: call(gates[0], ids[0], *table, 2), "[tokens, active experts]")
+    complaint(lambda: call(gates, ids, table[0][0], *table[1:], 2), "residuals [9]")
+    complaint(lambda: call(gates, ids, *table, 9), "k_min (9)")
+    complaint(lambda: call(gates, ids, *table, -1), "k_min (-1)")
+
+
+def test_matmul_refuses_what_does_not_fit(random_pairs, up):
+    ids, _, chunks = random_pairs(5, ACTIVE, EXPERTS)
+
+    def call(x, ids, chunks):
+        return lambda: OPS.expert_matmul(x, ids, chunks, *opened(up), GROUP)
+
+    complaint(call(rows(5), ids, chunks[:4]), "chunks [4, 3]", "expert_ids [5, 3]")
+    complaint(call(rows(4), ids, chunks), "x [4, 20]", "expert_ids [5, 3]")
+    complaint(call(rows(5, ACTIVE + 1), ids, chunks), "x [5, 4, 20]")
+    complaint(call(torch.zeros(5, 40), ids, chunks), "40 features", "5 bytes", "have 3")
+    complaint(call(rows(5), ids, chunks * 0 + 9), "9", "holds 8 planes")
+    complaint(call(rows(5), ids, chunks * 0 - 1), "-1", "0 to 8")
+
+
+def test_ffn_refuses_what_does_not_fit(random_pairs, convex_table, up, down):
+    ids, gates, chunks = random_pairs(5, ACTIVE, EXPERTS)
+    few = replace(up, planes=up.planes[:4], scales=up.scales[:4])
+
+    def call(x=None, gates=gates, chunks=chunks * 0 + 4, activation="silu_mul", up=up):
+        x = rows(5) if x is None else x
+        return lambda: OPS.expert_ffn(x, ids, gates, chunks, *opened(up), *opened(down), activation, GROUP)
+
+    assert call()().shape == (5, WIDTH)
+    complaint(call(activation="swish"), "'swish'", "silu_mul", "expert_matmul")
+    complaint(call(gates=gates[:, :1]), "gates [5, 1]")
+    complaint(call(chunks=chunks[:1]), "chunks [1, 3]")
+    complaint(call(x=rows(6)), "x [6, 20]")
+    complaint(call(x=torch.zeros(5, 8)), "8 features")
+    complaint(call(chunks=chunks * 0 + 5, up=few), "5", "holds 4 planes")
+    table = allocation(convex_table)
+    both = (*opened(up), *opened(down), "swish", GROUP)
+    complaint(lambda: OPS.routed_ffn(rows(5), ids, gates, *table, *both, 2), "'swish'")
+    complaint(lambda: OPS.routed_ffn(rows(5), ids, gates[:3], *table, *both, 2), "gates [3, 3]")
