@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST = 1e30  # residuals are scaled down to this, well inside fp32
+
 
 def project(table: Tensor, k_min: int) -> Tensor:
     """Monotone, then convex, from column k_min on: the shape on which rank selection is exact. fp32 [E, C + 1].
@@ -14,10 +16,12 @@ def project(table: Tensor, k_min: int) -> Tensor:
     if not bool(torch.isfinite(table).all()):
         raise ValueError(f"the residual table holds {int((~torch.isfinite(table)).sum())} entries that are not finite")
     result = table.double().clone()
+    largest = float(result.max())
+    if largest > LARGEST:  # only ratios within a site matter
+        result *= LARGEST / largest
     for row in result:
         row[k_min:] = torch.from_numpy(_lower_hull(_falling(row[k_min:].cpu().numpy())))
-    rounded = result.float()
-    return _convex_in_fp32(rounded, k_min)
+    return _convex_in_fp32(result, k_min)
 
 
 def _falling(values: np.ndarray) -> np.ndarray:
@@ -45,16 +49,14 @@ def _lower_hull(values: np.ndarray) -> np.ndarray:
 
 
 def _convex_in_fp32(table: Tensor, k_min: int) -> Tensor:
-    """Undo what rounding to fp32 did to equal slopes: sort the falls of each row, largest first, and add them up again."""
-    result = table.clone()
-    for _ in range(4):
-        falls = (result[:, k_min:-1] - result[:, k_min + 1 :]).clamp_min(0).sort(1, descending=True).values
-        for column in range(falls.shape[1] - 1, -1, -1):
-            result[:, k_min + column] = result[:, k_min + column + 1] + falls[:, column]
-        again = result[:, k_min:-1] - result[:, k_min + 1 :]
-        if bool((again[:, 1:] <= again[:, :-1]).all()):
-            break
-    return result
+    """Round to fp32 so that falls, as fp32 differences, still shrink along a row: raise entries by an ulp where needed."""
+    result = table.float().double()
+    for column in range(table.shape[1] - 3, k_min - 1, -1):
+        least = 2 * result[:, column + 1] - result[:, column + 2]
+        low = least.float()
+        low = torch.where(low.double() < least, torch.nextafter(low, torch.full_like(low, float("inf"))), low)
+        result[:, column] = torch.maximum(result[:, column], low.double())
+    return result.float()
 
 
 def allocation_table(residuals: Tensor, allocation: str, k_min: int) -> Tensor:

@@ -81,6 +81,8 @@ def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int
     """Windows of token ids in seeded random order, so that stopping early still sees the whole text."""
     config = model.config.get_text_config()
     vocabulary = config.vocab_size
+    if not ids.numel():
+        raise ValueError("calibration holds no token ids: give at least 2, better a few thousand, or None")
     if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
         raise ValueError(f"token ids run from {int(ids.min())} to {int(ids.max())}, the model knows 0 to {vocabulary - 1}")
     parts = texts.windows(ids.cpu(), texts.window_length(model.config, length), getattr(config, "bos_token_id", None))

@@ -143,11 +143,17 @@ def read_config(folder: str | Path) -> dict:
         raise ValueError(f"model folder {folder} does not exist")
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: give a model folder in Hugging Face format")
+    return _read_json(file)
+
+
+def _read_json(file: Path) -> dict:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid JSON ({error}): copy it again from the source") from error
-    return config
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: copy it again from the source")
+    return content
 
 
 def is_encoded(folder: str | Path) -> bool:
@@ -170,13 +176,18 @@ def read_index(folder: str | Path, k_max: int | None = None, without_residuals: 
             f"{folder} has format version {settings.get('version')}, this dpamoe reads version {FORMAT_VERSION}: "
             "convert the model again, or install the matching dpamoe"
         )
+    lacking = [name for name in (*EncodeSpec.__dataclass_fields__, "default_budget", "sites") if name not in settings]
+    if lacking:
+        raise ValueError(f"{folder / 'config.json'} lacks {', '.join(lacking)} in quantization_config: convert the model again")
     held = settings["k_max"]
     if k_max is not None and not settings["k_min"] <= k_max <= held:
         raise ValueError(f"k_max {k_max} asked of a checkpoint with planes {settings['k_min']} to {held}: use one of these")
     file = folder / INDEX
     if not file.is_file():
         raise ValueError(f"{folder} has no {INDEX}: the conversion is incomplete, run it again")
-    index = json.loads(file.read_text(encoding="utf-8"))
+    index = _read_json(file)
+    if not {"weight_map", "files"} <= index.keys():
+        raise ValueError(f"{file} lacks weight_map or files: copy it again, or convert the model again")
     dropped = tuple(f"model-plane-{c}-" for c in range(k_max or held, held)) + ((RESIDUALS,) if without_residuals else ())
     needed = {name: f for name, f in index["weight_map"].items() if not f.startswith(dropped)}
     for name in sorted(set(needed.values())):
@@ -192,6 +203,12 @@ def _check_file(file: Path, expected: int | None) -> None:
     found = file.stat().st_size
     if found != expected:
         raise ValueError(f"{file} has {found} bytes, {expected} were written: it is truncated or changed, copy it again")
+    check_header(file)
+
+
+def check_header(file: Path) -> None:
+    """Raise ValueError, with both sizes, unless a safetensors file is as long as its header says."""
+    found = file.stat().st_size
     with file.open("rb") as handle:
         header = int.from_bytes(handle.read(8), "little")
         try:

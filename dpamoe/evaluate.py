@@ -42,7 +42,7 @@ class ReferenceLogits:
 
     def __init__(self, model: nn.Module, windows: Sequence[Tensor]):
         self.windows = batches(list(windows), BATCH)
-        self._file = tempfile.TemporaryFile(prefix="dpamoe-reference-")
+        self._file = tempfile.TemporaryFile(prefix="dpamoe-reference-")  # noqa: SIM115  closed in __exit__
         self._blocks: list[tuple[int, tuple[int, int]]] = []
         total = count = 0.0
         for ids, logits in _run(model, track(self.windows, "reference", _shape)):

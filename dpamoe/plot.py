@@ -34,6 +34,7 @@ def frontier(outcome: dict, file: Path) -> Path:
                     f"{budget:g}", (size, value), (-4, -13), textcoords="offset points", fontsize=9, color=colour, ha="right"
                 )
     axes.set_yscale("log")
+    axes.margins(y=0.08)
     axes.set_xlabel("effective weight size of the whole model, MB (labels: average planes per expert)", fontsize=10)
     axes.set_ylabel("KL to full precision, nats per token", fontsize=10)
     axes.set_title(f"One checkpoint, every operating point: {outcome['model']}", fontsize=11)

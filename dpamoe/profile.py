@@ -44,12 +44,13 @@ class Sample:
         """Keep the rows of hidden [T, H] that each expert was given by index [T, A], up to the limit."""
         for expert, count in enumerate(self.counts):
             if count < self.limit:
-                found = hidden[(index == expert).any(1)][: self.limit - count]
+                routed = (index == expert).any(1)
+                found = hidden[routed][: self.limit - count]
                 if found.shape[0]:
                     self.rows[expert].append(found.clone())
                     self.counts[expert] += found.shape[0]
                 if scores is not None and self.counts[expert] < FEWEST_TOKENS:
-                    self._keep_best(expert, hidden, scores[:, expert])
+                    self._keep_best(expert, hidden[~routed], scores[~routed, expert])
 
     def _keep_best(self, expert: int, hidden: Tensor, scores: Tensor) -> None:
         old_scores, old_rows = self.best.get(expert, (scores[:0], hidden[:0]))
@@ -117,7 +118,7 @@ def _collector(sample: Sample, latest: list[Tensor]):
 def residual_table(
     weights: ExpertWeights, up: EncodedWeight, down: EncodedWeight, activation: str, sample: Sample
 ) -> tuple[Tensor, list[int]]:
-    """Measure a site: fp32 [E, C + 1], column k the mean squared output error with k planes, column 0 the output itself.
+    """Measure a site: fp64 [E, C + 1], column k the mean squared output error with k planes, column 0 the output itself.
 
     Also returns the experts that no token reached; they get a weight-only estimate scaled to the layer. Raw: the caller
     projects it (`allocate.project`).
@@ -129,23 +130,23 @@ def residual_table(
         proxy[expert] = _weight_error(weights.up, up, expert) + _weight_error(weights.down, down, expert)
         rows = sample.inputs(expert)
         if rows is not None:
-            measured = _output_error(weights, up, down, activation, expert, rows.float())
-            if bool(torch.isfinite(measured).all()):
-                table[expert] = measured
+            table[expert] = _output_error(weights, up, down, activation, expert, rows.float())
     unreached = torch.nonzero(table[:, 0].isnan()).flatten().tolist()
     reached = ~table[:, 0].isnan()
     scale = torch.ones(planes + 1, dtype=torch.float64)
     if bool(reached.any()):
         scale = (table[reached] / proxy[reached].clamp_min(1e-30)).median(0).values
     table[~reached] = proxy[~reached] * scale
-    return table.float(), unreached
+    return table, unreached
 
 
 def _output_error(weights: ExpertWeights, up, down, activation: str, expert: int, rows: Tensor) -> Tensor:
-    """Mean |f(x) - f^(k)(x)|^2 over rows [n, H], k = 0 … C; fp64 [C + 1]."""
+    """Mean |f(x) - f^(k)(x)|^2 over rows [n, H] with finite output, k = 0 … C; fp64 [C + 1], NaN without such a row."""
     act = ACTIVATIONS[activation]
     biases = [None if bias is None else bias[expert].float() for bias in (weights.up_bias, weights.down_bias)]
     exact = F.linear(act(F.linear(rows, weights.up[expert].float(), biases[0])), weights.down[expert].float(), biases[1])
+    finite = torch.isfinite(exact).all(1)
+    rows, exact = rows[finite], exact[finite]
     errors = [exact.double().square().sum(1).mean()]
     counts = list(range(1, len(up.planes) + 1))
     for up_dense, down_dense in zip(prefixes(up, expert, counts), prefixes(down, expert, counts), strict=True):

@@ -1,4 +1,4 @@
-"""What is known of a site: one router with its experts, how their parameters are laid out, and the way to and from canonical."""
+"""What is known of a site (one router with its experts), and how its parameters become canonical weights and back."""
 
 from dataclasses import asdict, dataclass
 

@@ -59,8 +59,10 @@ def save(model: nn.Module, out: str | Path) -> Path:
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
     config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    config.pop("_name_or_path", None)  # a path of this machine
     config["architectures"] = [type(model).__name__]
-    relative = None if source is None else os.path.relpath(source, out)
+    original = getattr(model, "dpamoe_source", source)  # of a model that was loaded: what its checkpoint names
+    relative = None if original is None else os.path.relpath(original, out)
     config["quantization_config"] = checkpoint.quantization_config(model, first.spend.budget, relative)
 
     def extra(folder: Path) -> None:
@@ -111,6 +113,7 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
         parent, _, name = site.path.rpartition(".")
         setattr(model.get_submodule(parent), name, checkpoint.build_experts(site, settings, tensors, planes))
     _fill(model, tensors, folder)
+    model.dpamoe_source = _recorded_source(folder, settings)
     model = model.to(device).eval()
     set_budget(model, budget)
     return model
@@ -122,7 +125,7 @@ def _skeleton(folder: Path) -> nn.Module:
     from accelerate import init_empty_weights
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    name = config.architectures[0]
+    name = str((config.architectures or [None])[0])
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
@@ -191,20 +194,31 @@ def reference_of(folder: str | Path, wanted: str | None) -> Path:
     """The original model of an encoded folder: `wanted`, or the recorded source. ValueError if it is not there."""
     if wanted is not None:
         return Path(wanted)
-    source = checkpoint.read_index(folder, without_residuals=True)[0].get("source")
-    path = None if source is None else Path(os.path.normpath(Path(folder).absolute() / source))
+    settings, _ = checkpoint.read_index(folder, without_residuals=True)
+    path = _recorded_source(folder, settings)
     if path is None or not path.is_dir():
-        raise ValueError(f"the original model of {folder} ({source or 'not recorded'}) was not found: give it with --reference")
+        recorded = settings.get("source") or "not recorded"
+        raise ValueError(f"the original model of {folder} ({recorded}) was not found: give it with --reference")
     return path
 
 
+def _recorded_source(folder: str | Path, settings: dict) -> Path | None:
+    source = settings.get("source")
+    return None if source is None else Path(os.path.normpath(Path(folder).absolute() / source))
+
+
 def load_original(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
-    """Load an original Hugging Face model from a folder; ValueError if it is missing or broken."""
+    """Load an original Hugging Face model from a folder; ValueError if it is missing, truncated or lacks a tensor."""
     from transformers import AutoModelForCausalLM
 
     checkpoint.read_config(folder)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        checkpoint.check_header(file)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(f"{folder} could not be loaded as a language model: {error}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers only warns, and fills them with noise
+        raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}: copy it again")
     return model.eval()

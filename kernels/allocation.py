@@ -48,7 +48,7 @@ def allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tenso
 
 
 def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
-    """Planes per selected expert, int32 [T, A], one k per distinct expert of the batch; shapes as in `ops.allocate_dispatch`."""
+    """Planes per selected expert, int32 [T, A], one k per distinct expert; shapes as in `ops.allocate_dispatch`."""
     experts = residuals.shape[0]
     held = (expert_ids >= 0) & (expert_ids < experts)
     ids = expert_ids.long().where(held, 0)

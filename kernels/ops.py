@@ -68,6 +68,8 @@ def _allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tens
     floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. Source: DPA-MoE, section 3.3.
     """
     _check_table(gates, expert_ids, residuals, k_min)
+    if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
+        raise ValueError(f"budget {list(budget.shape)} must be 0-d or hold one number for each of {expert_ids.shape[0]} tokens")
     return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min)
 
 
@@ -79,6 +81,8 @@ def _allocate_dispatch(
     Shapes as in `allocate`, budget 0-d: average planes per distinct expert. Returns int32 [T, A], one k per expert.
     """
     _check_table(gates, expert_ids, residuals, k_min)
+    if budget.dim():
+        raise ValueError(f"budget {list(budget.shape)} must be 0-d: a dispatch shares one budget")
     return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min)
 
 
@@ -123,7 +127,7 @@ def _expert_ffn(
     width = up_offset.shape[1] // (2 if is_gated(activation) else 1)
     down = EncodedWeight(down_planes, down_scales, down_offset, down_unit, width, group_size)
     _check_rows(x, expert_ids, up)
-    _check_chunks(chunks, up_planes)
+    _check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
     return grouped.expert_ffn(x, expert_ids, gates, chunks, up, up_bias, down, down_bias, activation)
 
 

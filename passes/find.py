@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,7 @@ def find_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -
     A candidate is any module that directly holds stacked parameters [E, …] and is called with a float [T, H], an integer
     [T, A] and a float [T, A] tensor. It becomes a site when sum over a of weight_a * f_(index_a)(hidden), with f recovered
     from its parameters, equals what the module itself returns for inputs that reach every expert. Nothing is changed.
+    Raises ValueError for stacked weights that are not finite.
     """
     calls: dict[str, object] = {}
     candidates = {path: module for path, module in model.named_modules() if _stacked(module)}
@@ -44,11 +46,22 @@ def find_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -
     finally:
         for hook in hooks:
             hook.remove()
+    places = _places(model)
     sites, refused = [], []
     for path, module in candidates.items():
-        outcome = _verify(path, module, calls.get(path))
+        others = ", ".join(other for other in places[module] if other != path)
+        shared = Refusal(path, f"it also stands at {others}: replaced here, it would still run there") if others else None
+        outcome = shared or _verify(path, module, calls.get(path))
         (sites if isinstance(outcome, Site) else refused).append(outcome)
     return Findings(sites, refused)
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every path at which each module stands."""
+    places: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(path)
+    return places
 
 
 def _run(model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -92,6 +105,8 @@ def _recorder(path: str, calls: dict[str, object]):
 
 def _verify(path: str, module: nn.Module, call: object) -> Site | Refusal:
     """Recover layout and activation of one candidate, covering every expert; the module runs in fp32 on a copy."""
+    if not path:
+        return Refusal("the model itself", "it cannot be replaced inside itself: pass a module that holds it")
     if call is None:
         return Refusal(path, "the example inputs never reached it")
     if isinstance(call, str):
@@ -99,6 +114,7 @@ def _verify(path: str, module: nn.Module, call: object) -> Site | Refusal:
     parameters = _stacked(module)
     if any(parameter.is_meta for parameter in parameters.values()):
         return Refusal(path, "its weights are on the meta device: load them before transforming")
+    _check_finite(path, module)
     with torch.no_grad():
         judge = copy.deepcopy(module).float().eval()
         experts, top_k = next(iter(parameters.values())).shape[0], call.index.shape[1]
@@ -128,6 +144,17 @@ def _verify(path: str, module: nn.Module, call: object) -> Site | Refusal:
     )
 
 
+def _check_finite(path: str, module: nn.Module) -> None:
+    """ValueError that names the tensor: such a module never equals itself, and refusing it would pass over the damage."""
+    for name, parameter in module.named_parameters(recurse=False):
+        bad = [row for row, part in enumerate(parameter) if not bool(torch.isfinite(part).all())] if parameter.dim() else []
+        if bad:
+            shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
+            raise ValueError(
+                f"{path}.{name} holds NaN or infinite weights (experts {shown}): repair the checkpoint or download it again"
+            )
+
+
 def _probes(call: _Call, experts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Inputs that send tokens to every expert, at several scales: rows of the recorded hidden states."""
     top_k = call.index.shape[1]
@@ -141,15 +168,22 @@ def _probes(call: _Call, experts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _search(judge: nn.Module, probes: list, expected: list[Tensor]) -> tuple[ExpertLayout, str] | None:
+    """The layout and activation that come closest: gelu and its tanh form agree to within the tolerance."""
+    best, found = TOLERANCE, None
     for layout in _layouts(judge, probes[0][0].shape[1]):
         weights = gather(judge, layout)
         for activation in ACTIVATIONS:
             gated = is_gated(activation)
             if weights.up.shape[1] != weights.down.shape[2] * (2 if gated else 1) or (layout.interleaved and not gated):
                 continue
-            if all(_agrees(weights, activation, probe, want) for probe, want in zip(probes, expected, strict=True)):
-                return layout, activation
-    return None
+            worst = 0.0
+            for probe, want in zip(probes, expected, strict=True):
+                worst = max(worst, _error(weights, activation, probe, want))
+                if worst >= best:
+                    break
+            else:
+                best, found = worst, (layout, activation)
+    return found
 
 
 def _layouts(judge: nn.Module, hidden: int):
@@ -174,7 +208,8 @@ def _layouts(judge: nn.Module, hidden: int):
             yield ExpertLayout(up, down, up_bias, down_bias, up_t, down_t, interleaved)
 
 
-def _agrees(weights: ExpertWeights, activation: str, probe: tuple, expected: Tensor) -> bool:
+def _error(weights: ExpertWeights, activation: str, probe: tuple, expected: Tensor) -> float:
+    """Largest difference from what is expected, relative to its largest entry; infinite where nothing can be told."""
     hidden, index, gates = probe
     result = torch.zeros_like(expected)
     for slot in range(index.shape[1]):
@@ -184,5 +219,6 @@ def _agrees(weights: ExpertWeights, activation: str, probe: tuple, expected: Ten
         rows = torch.einsum("ti,toi->to", ACTIVATIONS[activation](inner), weights.down[ids])
         rows = rows if weights.down_bias is None else rows + weights.down_bias[ids]
         result += gates[:, slot, None] * rows
-    size = expected.abs().max()
-    return bool(torch.isfinite(expected).all()) and size > 0 and bool((result - expected).abs().max() <= TOLERANCE * size)
+    size = float(expected.abs().max())
+    error = float((result - expected).abs().max()) / size if size > 0 else math.nan
+    return error if math.isfinite(error) else math.inf

@@ -22,7 +22,7 @@ def restore(model: nn.Module, path: str) -> None:
         raise ValueError(
             f"the original experts of {path} were not kept: transform with keep_original=True, or load the model again"
         )
-    setattr(parent, name, encoded.original[0])
+    setattr(parent, name, encoded.original[0].train(encoded.training))
 
 
 def _parent(model: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -1,5 +1,6 @@
 """What every test may use: where the shipped model and the shared data lie, and how close two results must be."""
 
+import copy
 import json
 from importlib import resources
 from pathlib import Path
@@ -17,6 +18,42 @@ TOLERANCES = {
     torch.bfloat16: 2e-2,  # 8 bits of mantissa
     torch.float16: 2e-3,  # 11 bits of mantissa
 }
+
+RESIDUAL_TOLERANCE = {"rtol": 1e-3, "atol": 0}  # a residual is a difference of fp32 outputs that agree to 1/200
+
+SMALL_CONFIG = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+LATENT_ATTENTION = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+# model type of transformers to what its config needs beside SMALL_CONFIG; all have 8 experts of width 32, two active
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "deepseek_v2": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "q_lora_rank": None, "topk_method": "greedy", **LATENT_ATTENTION,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 1, "q_lora_rank": 16, "n_group": 2, "topk_group": 1, **LATENT_ATTENTION,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 1,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16, "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +142,90 @@ def small_weights(shared):
         return torch.stack(tensors)
 
     return read
+
+
+@pytest.fixture(scope="session")
+def residual_tolerance():
+    """The `rtol` and `atol` of residual tables."""
+    return RESIDUAL_TOLERANCE
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
+def family(request):
+    """Each family of Mixture-of-Experts models, by model type of transformers."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def random_model():
+    """Function that makes a random fp32 model of two layers: (model type, changes of its config); biases are random too."""
+    return _random_model
+
+
+def _random_model(family, changes=None):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SMALL_CONFIG, **FAMILIES.get(family, {}), **(changes or {})})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if "experts" in name and name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def random_ids():
+    """Function that makes token ids of the random models, int64 [rows, length], special tokens left out."""
+    return _random_ids
+
+
+def _random_ids(rows, length, seed=0):
+    return torch.randint(3, SMALL_CONFIG["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def transformed():
+    """Function from a family to a random model and its transformed twin (group size 32, budget 4), own copies each time."""
+    import dpamoe
+
+    made = {}
+
+    def make(family):
+        if family not in made:
+            model = _random_model(family)
+            made[family] = (
+                copy.deepcopy(model),
+                dpamoe.transform(model, calibration=_random_ids(16, 125), spec=dpamoe.EncodeSpec(group_size=32)),
+            )
+        return copy.deepcopy(made[family])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_dir):
+    """Function that gives the shipped model, bf16 as it is stored."""
+    from dpamoe.storage import load_original
+
+    model = load_original(tiny_dir)
+    return lambda: copy.deepcopy(model)
+
+
+@pytest.fixture(scope="session")
+def tiny_encoded(tiny_dir, tiny_model):
+    """Function that gives the shipped model transformed with its calibration text, bf16, budget 4."""
+    import dpamoe
+
+    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
+    model = dpamoe.transform(tiny_model(), calibration=text)
+    return lambda: copy.deepcopy(model)
+
+
+@pytest.fixture(scope="session")
+def tiny_saved(tiny_encoded, tmp_path_factory):
+    """Folder of the shipped model, encoded and saved; read it, or copy it before changing anything."""
+    import dpamoe
+
+    return dpamoe.save(tiny_encoded(), tmp_path_factory.mktemp("saved") / "tiny")

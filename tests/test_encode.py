@@ -113,7 +113,7 @@ def test_tied_scales_at_four_bits_and_a_half(small_weights):
 
 @pytest.mark.parametrize("mode", ["shared", "tied"])
 @pytest.mark.parametrize(
-    "in_features, group_size", [(20, 8), (38, 38), (38, -1), (96, 64), (640, 128), (704, 128), (1408, 128), (24, 2)]
+    "in_features, group_size", [(20, 8), (38, 38), (38, -1), (128, 38), (128, 96), (640, 128), (704, 128), (1408, 128), (24, 2)]
 )
 def test_groups_that_do_not_divide_decode_as_well(in_features, group_size, mode):
     weight = gaussian(2, 6, in_features)
@@ -277,6 +277,16 @@ def test_a_larger_beta_favours_the_last_plane():
     weight = gaussian(2, 64, 128)
     few, many = (prefix_errors(weight, encode(weight, EncodeSpec(group_size=64, beta=beta))) for beta in (1.25, 4.0))
     assert (few[:, 1] < many[:, 1]).all() and (few[:, 7] > many[:, 7]).all()
+
+
+def test_the_start_shrinks_the_grid_where_that_is_better():
+    weight = gaussian(1, 64, 128)
+    start = encode(weight, EncodeSpec(group_size=64, k_min=2, k_max=2, iterations=0))
+    groups = weight.view(-1, 64)
+    low, high = groups.aminmax(dim=1)
+    grid = (high - low)[:, None] / 2 * torch.tensor([0.5, 0.25])
+    whole = assign(groups, grid, (high + low) / 2)[1].double().sum(0) / squared(weight)
+    assert prefix_errors(weight, start)[0, 1] < 0.95 * whole[1]  # measured 0.90
 
 
 def test_more_iterations_never_hurt():

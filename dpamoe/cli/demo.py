@@ -8,7 +8,7 @@ import torch
 
 import dpamoe
 from dpamoe import evaluate, plot, storage, text
-from dpamoe.cli import generate
+from dpamoe.cli import generate, options
 
 NAME = "demo"
 HELP = "make the embedded model any-precision and show quality against size: a table, a picture, generated text"
@@ -20,11 +20,12 @@ logger = logging.getLogger("dpamoe")
 def arguments(parser) -> None:
     """Flags of this command."""
     parser.add_argument("--picture", type=Path, default=Path("dpamoe-demo.png"), help="where the picture goes (PNG)")
-    parser.add_argument("--max-tokens", type=int, default=6000, help="held-out tokens that are scored")
+    parser.add_argument("--max-tokens", type=options.positive, default=6000, help="held-out tokens that are scored")
 
 
 def run(args) -> dict:
     """Encode, score, draw, generate; returns what `dpamoe eval --json` returns."""
+    plot.check_folder(args.picture)
     with as_file(files("dpamoe.assets")) as assets:
         return _run(args, assets)
 

@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if args.debug:
             raise
-        print(f"dpamoe {args.command}: error: {error or type(error).__name__}", file=sys.stderr)
+        message = " ".join(str(error).split()) or type(error).__name__  # what libraries say may run over several lines
+        print(f"dpamoe {args.command}: error: {message}", file=sys.stderr)
         return 1
     return int(bool(result.get("failed")))
 

@@ -27,7 +27,18 @@ def encode_spec(args: argparse.Namespace) -> EncodeSpec:
 
 def device_flag(parser: argparse.ArgumentParser) -> None:
     """--device, by default the GPU if there is one."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …")
+    parser.add_argument(
+        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, …"
+    )
+
+
+def device(text: str) -> str:
+    """Name of a device that this machine has."""
+    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    present += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if text not in present:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device of this machine: use {', '.join(present)}")
+    return text
 
 
 def numbers(text: str) -> list[float]:

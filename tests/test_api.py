@@ -1,0 +1,568 @@
+"""The front door on real model families: what changes, what stays, what it costs, what it refuses."""
+
+import copy
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dpamoe
+from dpamoe import api
+from dpamoe.kernels.grouped import decode
+from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.sites import ExpertWeights, scatter
+
+SPEC = dpamoe.EncodeSpec(group_size=32)
+EXPERTS, HIDDEN, INNER = 8, 32, 16
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) * HIDDEN**-0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER, generator=random) * INNER**-0.5)
+
+    def forward(self, hidden, index, weights):
+        out = torch.zeros_like(hidden)
+        for slot in range(index.shape[1]):
+            gate, up = torch.einsum("th,tuh->tu", hidden, self.up[index[:, slot]]).chunk(2, -1)
+            rows = torch.einsum("ti,tci->tc", F.silu(gate) * up, self.down[index[:, slot]])
+            out = out + weights[:, slot, None] * rows
+        return out
+
+
+class Block(nn.Module):
+    """No Hugging Face model: a bare router, whose scores nobody can watch, before experts; `closed` ones are never chosen."""
+
+    def __init__(self, closed=()):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(1)))
+        self.bias = nn.Parameter(torch.zeros(EXPERTS))
+        self.bias.data[list(closed)] = -1e4
+        self.experts = Experts()
+
+    def forward(self, hidden, scale=1.0):
+        weights, index = (hidden @ self.router.T + self.bias).softmax(-1).topk(2)
+        return hidden + scale * self.experts(hidden, index, weights)
+
+
+def rows(count, seed=0):
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, ids, **inputs):
+    with torch.no_grad():
+        return model(input_ids=ids, **inputs).logits
+
+
+def outside(model, paths):
+    """Bytes of every parameter and buffer that is not in the modules at `paths`."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    kept = {name: tensor for name, tensor in named if not name.startswith(tuple(f"{path}." for path in paths))}
+    return {name: (tensor.dtype, tensor.detach().numpy().tobytes()) for name, tensor in kept.items()}
+
+
+def write_back(original, model):
+    """Put the weights that `model` decodes from all its planes into the original's own modules."""
+    for path, encoded in encoded_experts(model).items():
+        parts = (encoded.gate_up_proj.weight, encoded.down_proj.weight)
+        up, down = (decode(part, len(part.planes)) for part in parts)
+        weights = ExpertWeights(up, down, encoded.up_bias, encoded.down_bias)
+        scatter(weights, original.get_submodule(path), encoded.site.layout)
+
+
+def spent_by(model, ids, **inputs):
+    """Chunks of every site in one pass over `ids` [B, L], each [B, L, A]."""
+    seen = []
+
+    def watch(experts):
+        allocate = experts.allocate
+
+        def recorded(index, weights):
+            seen.append(allocate(index, weights))
+            return seen[-1]
+
+        experts.allocate = recorded
+        return lambda: experts.__dict__.pop("allocate")
+
+    undo = [watch(experts) for experts in encoded_experts(model).values()]
+    out = logits(model, ids, **inputs)
+    for each in undo:
+        each()
+    return [chunks.view(*ids.shape, -1) for chunks in seen], out
+
+
+def test_nothing_outside_the_experts_changes(family, transformed):
+    """Router, shared experts with their gates, attention, norms, dense layers: equal to the last bit."""
+    original, model = transformed(family)
+    paths = list(encoded_experts(model))
+    before, after = outside(original, paths), outside(model, paths)
+    assert after == before
+    assert any("gate" in name or "router" in name for name in after)
+    shared = [name for name in after if "shared_expert" in name]
+    assert bool(shared) == (family in ("qwen2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"))
+    kinds = [
+        [(path, type(module)) for path, module in each.named_modules() if not path.startswith(tuple(paths))]
+        for each in (original, model)
+    ]
+    assert kinds[0] == kinds[1] and len(kinds[0]) > 20
+
+
+def test_router_of_the_first_site_decides_as_before(family, transformed, random_ids):
+    original, model = transformed(family)
+    path = next(iter(encoded_experts(model)))
+    calls = []
+    for each in (original, model):
+        hook = each.get_submodule(path).register_forward_pre_hook(lambda module, args: calls.append(args))
+        logits(each, random_ids(2, 24))
+        hook.remove()
+    assert all(torch.equal(before, after) for before, after in zip(*calls, strict=True))
+
+
+def test_surgery_costs_nothing_at_k_max(family, transformed, random_ids, tolerance):
+    original, model = transformed(family)
+    untouched = logits(original, random_ids(2, 24))
+    write_back(original, model)
+    dpamoe.set_budget(model, 8)
+    found = logits(model, random_ids(2, 24))
+    torch.testing.assert_close(found, logits(original, random_ids(2, 24)), **tolerance(torch.float32))
+    assert not torch.equal(found, untouched)
+    assert (found - untouched).norm() <= 0.01 * untouched.norm()  # measured .0008 to .0044 over the families
+
+
+def test_surgery_costs_nothing_on_the_shipped_model(tiny_model, tiny_encoded, tolerance):
+    original, model = tiny_model().float(), tiny_encoded().float()
+    ids = torch.randint(3, 2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    write_back(original, model)
+    dpamoe.set_budget(model, 8)
+    torch.testing.assert_close(logits(model, ids), logits(original, ids), **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("size", [0.5, 100.0])
+def test_gpt_oss_biases_are_added_once(random_model, random_ids, tolerance, size):
+    original = random_model("gpt_oss")
+    for layer in original.model.layers:
+        for bias in (layer.mlp.experts.gate_up_proj_bias, layer.mlp.experts.down_proj_bias):
+            bias.data.normal_(std=size, generator=torch.Generator().manual_seed(3))
+    model = dpamoe.transform(copy.deepcopy(original), 8, calibration=random_ids(8, 100), spec=SPEC)
+    for path, encoded in encoded_experts(model).items():
+        experts = original.get_submodule(path)
+        assert torch.equal(encoded.down_bias, experts.down_proj_bias)
+        halves = torch.cat([experts.gate_up_proj_bias[:, 0::2], experts.gate_up_proj_bias[:, 1::2]], 1)
+        assert torch.equal(encoded.up_bias, halves)
+    write_back(original, model)
+    torch.testing.assert_close(
+        logits(model, random_ids(2, 24)), logits(original, random_ids(2, 24)), **tolerance(torch.float32)
+    )
+
+
+def test_a_second_transform_changes_only_the_budget(transformed):
+    _, model = transformed("qwen3_moe")
+    held = encoded_experts(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert dpamoe.transform(model, 3.5) is model
+    assert dpamoe.transform(model, 3.5, spec=SPEC, keep_original=True) is model
+    assert encoded_experts(model) == held and dpamoe.report(model).budget == 3.5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="already encoded with .*group_size=32"):
+        dpamoe.transform(model, 3.0, spec=dpamoe.EncodeSpec(group_size=64))
+    with pytest.raises(ValueError, match="budget is 9"):
+        dpamoe.transform(model, 9)
+    assert dpamoe.report(model).budget == 3.5
+
+
+def test_transform_returns_the_model_itself_with_the_default_budget(random_model, random_ids):
+    model = random_model("olmoe").train()
+    assert dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC) is model
+    assert dpamoe.report(model).budget == 4.0 and model.training
+    assert all(experts.training for experts in encoded_experts(model).values())
+
+
+def test_transform_is_deterministic(transformed, random_model, random_ids):
+    _, first = transformed("qwen3_moe")
+    again = dpamoe.transform(random_model("qwen3_moe"), calibration=random_ids(16, 125), spec=SPEC)
+    state = again.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in first.state_dict().items())
+
+
+def test_revert_gives_back_the_same_numbers(family, random_model, random_ids):
+    model = random_model(family)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = logits(model, random_ids(2, 24))
+    dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC, keep_original=True)
+    assert not torch.equal(logits(model, random_ids(2, 24)), before)
+    assert dpamoe.revert(model) is model and encoded_experts(model) == {}
+    assert torch.equal(logits(model, random_ids(2, 24)), before)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC)  # and once more
+
+
+def test_revert_without_kept_originals_leaves_the_model_alone(transformed):
+    _, model = transformed("qwen3_moe")
+    held = encoded_experts(model)
+    with pytest.raises(ValueError, match="keep_original=True"):
+        dpamoe.revert(model)
+    assert encoded_experts(model) == held
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_original_weights_are_gone_unless_kept(random_model, random_ids, keep):
+    model = random_model("qwen3_moe")
+    alive = [weakref.ref(parameter) for layer in model.model.layers for parameter in layer.mlp.experts.parameters()]
+    dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC, keep_original=keep)
+    assert len(alive) == 4 and {reference() is not None for reference in alive} == {keep}
+    assert not [name for name, _ in model.named_parameters() if "experts" in name]
+
+
+@pytest.mark.parametrize("k_max, share", [(8, 0.58), (4, 0.30), (2, 0.155)])
+def test_bytes_held_of_the_shipped_model(tiny_encoded, tiny_saved, k_max, share):
+    model = tiny_encoded() if k_max == 8 else dpamoe.load(tiny_saved, 2, k_max)
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for experts in encoded_experts(model).values()
+        for tensor in [*experts.parameters(), *experts.buffers()]
+    )
+    bf16 = 2 * 4 * 16 * (256 * 128 + 128 * 128)
+    report = dpamoe.report(model)
+    assert report.original_bytes == bf16
+    assert report.encoded_bytes == bf16 * (k_max * (1 + 16 / 128) + 16 / 128) / 16
+    assert report.encoded_bytes <= share * bf16
+    assert 0 < held - report.encoded_bytes <= 0.002 * bf16  # residual tables, budget, counters
+    assert held <= share * bf16
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.float()], ids=["half", "bfloat16", "float"]
+)
+def test_casting_the_model_leaves_what_is_encoded_alone(transformed, random_ids, cast):
+    _, model = transformed("gpt_oss")
+    dpamoe.set_budget(model, 3.3)
+    before = {
+        (path, name): tensor.clone()
+        for path, experts in encoded_experts(model).items()
+        for name, tensor in experts.named_buffers(remove_duplicate=False)
+    }
+    dtype = next(cast(model).parameters()).dtype
+    for path, experts in encoded_experts(model).items():
+        for name, tensor in experts.named_buffers(remove_duplicate=False):
+            assert tensor.dtype == before[path, name].dtype and torch.equal(tensor, before[path, name])
+    out = logits(model, random_ids(2, 24))
+    assert out.dtype == dtype and torch.isfinite(out).all()
+    assert dpamoe.stats(model)["mean_planes"] == 3.5  # floor(2 * 3.3 + .5) = 7 planes for two experts
+
+
+def test_budget_is_spent_and_counted(transformed, random_ids):
+    _, model = transformed("qwen3_moe")
+    assert dpamoe.stats(model)["mean_planes"] is None
+    for budget, per_token in [(2, 4), (2.25, 5), (3, 6), (7.9, 16), (8, 16)]:
+        dpamoe.set_budget(model, budget)
+        logits(model, random_ids(2, 24))
+        stats = dpamoe.stats(model, reset=True)
+        assert stats["mean_planes"] == per_token / 2 and stats["pairs"] == 2 * 2 * 24 * 2
+        assert sum(k * count for k, count in stats["histogram"].items()) == 2 * 2 * 24 * per_token
+        assert sum(stats["histogram"].values()) == stats["pairs"] and all(2 <= k <= 8 for k in stats["histogram"])
+        assert stats["sites"] == dict.fromkeys(encoded_experts(model), per_token / 2)
+    assert dpamoe.stats(model)["pairs"] == 0
+
+
+def test_more_planes_come_closer(transformed, random_ids):
+    original, model = transformed("qwen3_moe")
+    exact, errors = logits(original, random_ids(2, 24)), []
+    for budget in (2, 3, 4, 6, 8):
+        with dpamoe.budget(model, budget):
+            errors.append(float((logits(model, random_ids(2, 24)) - exact).norm()))
+    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 20
+
+
+def test_budget_holds_inside_the_block_only(transformed):
+    _, model = transformed("qwen3_moe")
+    dpamoe.set_spend(model, budget=5.5, allocation="uniform")
+    with dpamoe.budget(model, 2.5) as same:
+        assert same is model and dpamoe.report(model).budget == 2.5
+        with dpamoe.budget(model, 7):
+            assert dpamoe.report(model).budget == 7
+        assert dpamoe.report(model).budget == 2.5
+    with pytest.raises(KeyError), dpamoe.budget(model, 3):
+        raise KeyError
+    assert {experts.spend for experts in encoded_experts(model).values()} == {dpamoe.SpendSpec(5.5, "uniform")}
+    assert {float(experts.budget) for experts in encoded_experts(model).values()} == {5.5}
+
+
+@pytest.mark.parametrize("value", [1.9, 8.1, 0, -3, float("nan"), float("inf")])
+def test_budget_out_of_range_changes_nothing(transformed, value):
+    _, model = transformed("qwen3_moe")
+    dpamoe.set_budget(model, 3.5)
+    with pytest.raises(ValueError, match="this model can spend 2 to 8"):
+        dpamoe.set_budget(model, value)
+    with pytest.raises(ValueError, match="this model can spend 2 to 8"), dpamoe.budget(model, value):
+        pass
+    assert {float(experts.budget) for experts in encoded_experts(model).values()} == {3.5}
+
+
+def test_budget_is_bound_by_the_planes_held(tiny_saved):
+    model = dpamoe.load(tiny_saved, 3, k_max=4)
+    with pytest.raises(ValueError, match="2 to 4"):
+        dpamoe.set_budget(model, 4.5)
+    dpamoe.set_budget(model, 4)
+
+
+@pytest.mark.parametrize("changes", [{"allocation": "best"}, {"scope": "world"}, {"budget": 9}])
+def test_spend_that_does_not_fit_changes_no_site(transformed, changes):
+    _, model = transformed("qwen3_moe")
+    before = [experts.spend for experts in encoded_experts(model).values()]
+    with pytest.raises(ValueError):
+        dpamoe.set_spend(model, **changes)
+    assert [experts.spend for experts in encoded_experts(model).values()] == before
+
+
+@pytest.mark.parametrize("call", [dpamoe.report, dpamoe.stats, dpamoe.revert, lambda model: dpamoe.set_budget(model, 4)])
+def test_a_model_that_is_not_transformed_says_so(random_model, call):
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM holds no encoded experts"):
+        call(random_model("qwen3_moe"))
+    with pytest.raises(ValueError, match="holds no encoded experts"), dpamoe.budget(nn.Linear(2, 2), 4):
+        pass
+
+
+def test_report_by_hand(transformed):
+    original, model = transformed("deepseek_v3")
+    dpamoe.set_budget(model, 3)
+    report = dpamoe.report(model)
+    weights = 8 * (64 * 64 + 64 * 32)
+    assert (report.sites, report.experts, report.budget) == (1, 8, 3.0)
+    assert report.original_bytes == 4 * weights
+    assert report.bits_per_weight == 3 * (1 + 16 / 32) + 16 / 32
+    assert report.encoded_bytes == weights * (8 * 1.5 + 0.5) / 8
+    assert report.expert_share == weights / sum(parameter.numel() for parameter in original.parameters())
+    assert report.unreached == {} and report.refused == {}
+    assert "routed experts encoded: 8 of 8 in 1 sites" in str(report)
+    assert report.as_dict()["bits_per_weight"] == 5.0
+    assert api.expert_bytes(model, 3) == weights * 5 / 8
+
+
+def test_a_dense_model_is_an_error(random_model):
+    model = random_model("llama")
+    before = outside(model, [])
+    with pytest.raises(ValueError, match="no routed experts were found in LlamaForCausalLM: it looks dense"):
+        dpamoe.transform(model)
+    assert outside(model, []) == before
+
+
+def test_no_site_names_what_was_refused_and_why(random_model):
+    with pytest.raises(ValueError, match=r"2 modules hold stacked weights .*model\.layers\.0\.mlp\.experts: no known layout"):
+        dpamoe.transform(random_model("gpt_oss", {"swiglu_limit": 5.0}))
+
+
+def test_what_is_left_alone_is_in_the_report(random_model, random_ids, caplog):
+    """Next-token-prediction layers hold experts that a plain forward never calls."""
+    model = random_model("qwen3_moe")
+    model.mtp = copy.deepcopy(model.model.layers[0].mlp)
+    with caplog.at_level(logging.WARNING, "dpamoe"):
+        dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC)
+    assert dpamoe.report(model).refused == {"mtp.experts": "the example inputs never reached it"}
+    assert "left alone: mtp.experts" in str(dpamoe.report(model)) and "left alone: mtp.experts" in caplog.text
+    assert not isinstance(model.mtp.experts, EncodedExperts)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_weights_that_are_not_finite_name_the_tensor(random_model, random_ids, name, value):
+    model = random_model("qwen3_moe")
+    getattr(model.model.layers[1].mlp.experts, name).data[5, 1, 2] = value
+    check_refused(model, random_ids, ValueError, rf"model\.layers\.1\.mlp\.experts\.{name} .*experts 5", {})
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"budget": 1.5}, ValueError, "2 to 8"),
+        ({"budget": 6, "spec": dpamoe.EncodeSpec(group_size=32, k_max=5)}, ValueError, "2 to 5"),
+        ({"spec": dpamoe.EncodeSpec()}, ValueError, r"group_size 128 exceeds the 64 inputs of model\.layers\.0\.mlp\.experts"),
+        ({"spec": dpamoe.EncodeSpec(group_size=64)}, ValueError, r"group_size 64 exceeds the 32 inputs .*down"),
+        ({"calibration": ""}, ValueError, "give token ids"),
+        ({"calibration": []}, ValueError, "empty iterable"),
+        ({"calibration": torch.zeros(0).long()}, ValueError, "no token ids"),
+        ({"calibration": torch.tensor([5, 128, 7])}, ValueError, "5 to 128, the model knows 0 to 127"),
+        ({"calibration": [3, 4, 5]}, TypeError, "inputs are int"),
+        ({"calibration": [{"input_ids": torch.zeros(1, 4)}]}, (RuntimeError, TypeError), None),  # the model's own error
+    ],
+)
+def test_bad_input_leaves_the_model_as_it_was(random_model, random_ids, arguments, error, words):
+    check_refused(random_model("qwen3_moe"), random_ids, error, words, arguments)
+
+
+def check_refused(model, random_ids, error, words, arguments):
+    before, out = outside(model, []), logits(model, random_ids(2, 24))
+    arguments = {"calibration": random_ids(4, 50), "spec": SPEC, **arguments}
+    with pytest.raises(error, match=words):
+        dpamoe.transform(model, **arguments)
+    assert outside(model, []) == before and encoded_experts(model) == {}
+    torch.testing.assert_close(logits(model, random_ids(2, 24)), out, rtol=0, atol=0, equal_nan=True)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_group_size_that_does_not_divide_pads_and_says_so(random_model, random_ids, caplog, tolerance):
+    original = random_model("qwen3_moe", {"moe_intermediate_size": 20})
+    model = copy.deepcopy(original)
+    with caplog.at_level(logging.WARNING, "dpamoe"):
+        dpamoe.transform(model, 8, calibration=random_ids(4, 50), spec=dpamoe.EncodeSpec(group_size=14))
+    for words in ("(up): group_size 14 does not divide its 64 inputs", "(down): group_size 14 does not divide its 20 inputs"):
+        assert f"model.layers.1.mlp.experts {words}" in caplog.text
+    write_back(original, model)
+    torch.testing.assert_close(
+        logits(model, random_ids(2, 24)), logits(original, random_ids(2, 24)), **tolerance(torch.float32)
+    )
+
+
+def test_a_plain_module_needs_example_inputs():
+    block = Block()
+    with pytest.raises(TypeError, match=r"Block has no Hugging Face config .* pass example_inputs"):
+        dpamoe.transform(block)
+    assert type(block.experts) is Experts
+
+
+@pytest.mark.parametrize(
+    "example", [(rows(40),), {"hidden": rows(40), "scale": 2.0}, rows(40)], ids=["tuple", "dict", "tensor"]
+)
+def test_a_plain_module_with_example_inputs(example, tolerance):
+    original = Block()
+    model = copy.deepcopy(original)
+    with pytest.warns(UserWarning, match="residuals are measured on the example inputs alone"):
+        dpamoe.transform(model, 8, example_inputs=example, spec=dpamoe.EncodeSpec(group_size=16))
+    write_back(original, model)
+    torch.testing.assert_close(model(rows(9)), original(rows(9)), **tolerance(torch.float32))
+
+
+def test_the_experts_alone_cannot_be_replaced():
+    inputs = (rows(3), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="inside itself"):
+        dpamoe.transform(Experts(), example_inputs=inputs)
+
+
+def test_an_expert_of_zeros(random_model, random_ids, tolerance):
+    original = random_model("qwen3_moe")
+    for parameter in original.model.layers[0].mlp.experts.parameters():
+        parameter.data[3] = 0
+    model = dpamoe.transform(copy.deepcopy(original), calibration=random_ids(16, 125), spec=SPEC)
+    encoded = model.model.layers[0].mlp.experts
+    for part in (encoded.gate_up_proj.weight, encoded.down_proj.weight):
+        assert not decode(part, 8)[3].any() and not decode(part, 2)[3].any()
+    assert torch.isfinite(encoded.residuals).all() and not encoded.residuals[3, 1:].any()
+    dpamoe.set_budget(model, 8)
+    write_back(original, model)
+    torch.testing.assert_close(
+        logits(model, random_ids(2, 24)), logits(original, random_ids(2, 24)), **tolerance(torch.float32)
+    )
+
+
+def test_experts_that_calibration_does_not_reach_are_listed(caplog):
+    model = Block(closed=(2, 5))
+    with caplog.at_level(logging.WARNING, "dpamoe"):
+        dpamoe.transform(model, example_inputs=(rows(3),), calibration=[(rows(200),)], spec=dpamoe.EncodeSpec(group_size=16))
+    report = dpamoe.report(model)
+    assert report.unreached == {"experts": [2, 5]}
+    assert "no calibration token reached experts: experts [2, 5]" in str(report)
+    assert "no calibration token reached experts 2, 5" in caplog.text
+    table = model.experts.residuals
+    assert torch.isfinite(table).all() and (table[[2, 5], 2:] > 0).all() and (table[:, 2:-1] >= table[:, 3:]).all()
+
+
+def test_more_experts_than_calibration_tokens(random_model, random_ids):
+    model = random_model("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1})
+    dpamoe.transform(model, calibration=random_ids(1, 8), spec=SPEC)
+    for experts in encoded_experts(model).values():
+        assert torch.isfinite(experts.residuals).all() and (experts.residuals[:, 2:] > 0).all()
+    assert dpamoe.report(model).experts == 128
+    assert torch.isfinite(logits(model, random_ids(2, 24))).all()
+
+
+@pytest.mark.parametrize("form", ["ids", "rows", "dicts", "tuples", "generator", "none"])
+def test_forms_of_calibration_for_a_language_model(random_model, random_ids, residual_tolerance, form):
+    """Batches of the same tokens give the same table, in whatever form; None lets the model write its own."""
+    ids = random_ids(16, 125)
+    parts = ids.split(4)
+    forms = {
+        "ids": ids.flatten(), "rows": ids, "dicts": [{"input_ids": part} for part in parts],
+        "tuples": [(part,) for part in parts], "generator": (part for part in parts), "none": None,
+    }  # fmt: skip
+    state = torch.random.get_rng_state()
+    model = dpamoe.transform(random_model("olmoe"), calibration=forms[form], spec=SPEC)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    table = model.model.layers[0].mlp.experts.residuals
+    assert torch.isfinite(table).all() and (table[:, 2:] > 0).all() and dpamoe.report(model).unreached == {}
+    if form in ("dicts", "tuples", "generator"):
+        same = dpamoe.transform(random_model("olmoe"), calibration=list(parts), spec=SPEC)
+        torch.testing.assert_close(table, same.model.layers[0].mlp.experts.residuals, rtol=0, atol=0)
+    if form == "rows":
+        same = dpamoe.transform(random_model("olmoe"), calibration=ids.flatten(), spec=SPEC)
+        torch.testing.assert_close(table, same.model.layers[0].mlp.experts.residuals, rtol=0, atol=0)
+
+
+def test_calibration_text_is_read_with_the_tokenizer_of_the_model(tiny_model, tiny_dir):
+    from dpamoe.text import load_tokenizer, token_ids
+
+    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")[:20000]
+    ids = token_ids(load_tokenizer(tiny_dir), text)
+    spec = dpamoe.EncodeSpec(iterations=0)
+    by_text, by_ids = (dpamoe.transform(tiny_model(), calibration=given, spec=spec) for given in (text, ids))
+    for left, right in zip(encoded_experts(by_text).values(), encoded_experts(by_ids).values(), strict=True):
+        assert torch.equal(left.residuals, right.residuals)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_generation_with_a_cache_equals_greedy_steps(transformed, random_ids, family):
+    original, model = transformed(family)
+    prompt = random_ids(2, 5)
+    for each in (original, model):
+        steps = prompt
+        for _ in range(8):
+            following = logits(each, steps)[:, -1:]
+            following[..., 2] = -torch.inf  # the end token is held back below
+            steps = torch.cat([steps, following.argmax(-1)], 1)
+        written = each.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=8, max_new_tokens=8,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert torch.equal(written, steps)
+    assert dpamoe.stats(model)["mean_planes"] == 4.0
+
+
+@pytest.mark.parametrize("padding", [0, 5, 50])
+def test_left_padding_changes_no_real_token(transformed, random_ids, tolerance, padding):
+    _, model = transformed("qwen3_moe")
+    dpamoe.set_budget(model, 3.25)
+    ids = random_ids(2, 24)
+    padded = F.pad(ids, (padding, 0), value=0)
+    mask = F.pad(torch.ones_like(ids), (padding, 0))
+    chunks, out = spent_by(model, ids)
+    padded_chunks, padded_out = spent_by(model, padded, attention_mask=mask)
+    assert len(chunks) == 2
+    assert all(torch.equal(more[:, padding:], less) for more, less in zip(padded_chunks, chunks, strict=True))
+    torch.testing.assert_close(padded_out[:, padding:], out, **tolerance(torch.float32))
+
+
+def test_right_padding_and_batch_size_change_no_real_token(transformed, random_ids, tolerance):
+    """As evaluation harnesses send it: padded on the right, no attention mask."""
+    _, model = transformed("qwen3_moe")
+    dpamoe.set_budget(model, 3.25)
+    ids, lengths = random_ids(4, 24), [24, 20, 9, 3]
+    batch = ids.clone()
+    for row, length in enumerate(lengths):
+        batch[row, length:] = 0
+    together, out = spent_by(model, batch)
+    for row, length in enumerate(lengths):
+        alone, own = spent_by(model, ids[row : row + 1, :length])
+        for site, chunks in enumerate(alone):
+            assert torch.equal(together[site][row, :length], chunks[0])
+        torch.testing.assert_close(out[row, :length], own[0], **tolerance(torch.float32))
+
+
+def test_a_copy_is_independent(transformed, random_ids):
+    _, model = transformed("qwen3_moe")
+    twin = copy.deepcopy(model)
+    dpamoe.set_budget(twin, 2)
+    logits(twin, random_ids(1, 8))
+    assert dpamoe.report(model).budget == 4.0 and dpamoe.stats(model)["pairs"] == 0

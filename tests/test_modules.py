@@ -1,0 +1,281 @@
+"""Encoded experts as a module: equal to the reference, indifferent to batch mates, padding, casts and recompilation."""
+
+import pytest
+import torch
+
+import dpamoe
+from dpamoe.kernels import reference
+from dpamoe.kernels.grouped import expert_ffn
+from dpamoe.kernels.reference import is_gated
+from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.sites import ExpertLayout, Site
+from dpamoe.spec import EncodeSpec, SpendSpec
+
+EXPERTS, HIDDEN, INNER = 6, 40, 24
+
+
+@pytest.fixture
+def experts(random_encoded, convex_table):
+    """Function that makes encoded experts of random planes."""
+
+    def make(activation="silu_mul", tied=False, biased=False, group_size=16, planes=8, k_min=2):
+        rows = INNER * (2 if is_gated(activation) else 1)
+        layout = ExpertLayout("up", "down", *(("up_bias", "down_bias") if biased else ()))
+        site = Site("experts", EXPERTS, 3, HIDDEN, INNER, HIDDEN, activation, layout, 0, "float32")
+        spec = EncodeSpec(group_size, k_min, planes, "tied" if tied else "shared")
+        up = random_encoded(EXPERTS, rows, HIDDEN, group_size, planes, tied)
+        down = random_encoded(EXPERTS, HIDDEN, INNER, group_size, planes, tied, seed=1)
+        random = torch.Generator().manual_seed(2)
+        biases = [torch.randn(EXPERTS, width, generator=random) if biased else None for width in (rows, HIDDEN)]
+        return EncodedExperts(site, spec, up, down, *biases, convex_table(EXPERTS, planes))
+
+    return make
+
+
+@pytest.fixture
+def routing(random_pairs):
+    """Function that makes hidden [T, H], index [T, 3], weights [T, 3]."""
+
+    def make(tokens, seed=0):
+        index, weights, _ = random_pairs(tokens, 3, EXPERTS, seed)
+        return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed)), index, weights
+
+    return make
+
+
+@pytest.fixture
+def compiles():
+    """Backend for torch.compile that runs the graph as it is, and the graphs it was given."""
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    yield backend, graphs
+    torch._dynamo.reset()
+
+
+def by_reference(module, hidden, index, weights):
+    """The same block by the reference, and its chunks."""
+    chunks = reference.allocate(weights, index, module.residuals, module.budget, module.k_max, module.spec.k_min)
+    up, down = module.gate_up_proj.weight, module.down_proj.weight
+    parts = [(w.planes, w.scales, w.offset, w.unit) for w in (up, down)]
+    biased = [(*part, bias) for part, bias in zip(parts, (module.up_bias, module.down_bias), strict=True)]
+    out = reference.expert_ffn(hidden, index, weights, chunks, *biased, module.site.activation, module.spec.group_size)
+    return out, chunks
+
+
+@pytest.mark.parametrize("budget", [2, 3.5, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"tied": True}, {"biased": True, "activation": "swigluoai"}, {"activation": "relu2"}, {"group_size": -1},
+        {"group_size": 15, "planes": 8}, {"k_min": 1},
+    ],
+)  # fmt: skip
+def test_forward_equals_reference(experts, routing, tolerance, settings, budget):
+    module, inputs = experts(**settings), routing(11)
+    module.set_spend(SpendSpec(budget))
+    expected, chunks = by_reference(module, *inputs)
+    assert torch.equal(module.allocate(*inputs[1:]), chunks)
+    torch.testing.assert_close(module(*inputs), expected, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("gates", [torch.float32, torch.bfloat16, torch.float16])
+def test_router_weights_of_any_float_dtype(experts, routing, tolerance, gates):
+    module, (hidden, index, weights) = experts(), routing(7)
+    module.set_spend(SpendSpec(3.5))
+    rounded = weights.to(gates)
+    expected, chunks = by_reference(module, hidden, index, rounded.float())
+    found = module(hidden, index, rounded)
+    assert found.dtype == torch.float32 and torch.equal(module.allocate(index, rounded), chunks)
+    torch.testing.assert_close(found, expected, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_the_hidden_states(experts, routing, tolerance, dtype):
+    module, (hidden, index, weights) = experts(), routing(7)
+    hidden = hidden.to(dtype)
+    found = module(hidden, index, weights)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, by_reference(module, hidden.float(), index, weights)[0].to(dtype), **tolerance(dtype))
+
+
+def test_no_token_gives_no_row(experts):
+    module = experts()
+    empty = module(torch.zeros(0, HIDDEN), torch.zeros(0, 3).long(), torch.zeros(0, 3))
+    assert empty.shape == (0, HIDDEN) and module.spent.sum() == 0
+
+
+def test_a_sentinel_id_costs_and_adds_nothing(experts, routing, tolerance):
+    """index == experts pads under expert parallelism: the rest of the token spends its own planes only."""
+    module, (hidden, index, weights) = experts(), routing(6)
+    module.set_spend(SpendSpec(3.5))
+    index[:, 2], weights[:, 2] = EXPERTS, 0.0
+    chunks = module.allocate(index, weights)
+    assert (chunks[:, 2] == 0).all() and (chunks.sum(1) == 7).all()  # floor(2 * 3.5 + .5)
+    assert torch.equal(chunks[:, :2], module.allocate(index[:, :2], weights[:, :2]))
+    alone = module(hidden, index[:, :2], weights[:, :2])
+    torch.testing.assert_close(module(hidden, index, weights), alone, **tolerance(torch.float32))
+    index[3] = EXPERTS
+    assert not module(hidden, index, weights)[3].any()
+
+
+def test_a_row_alone_and_in_a_batch(experts, routing, tolerance):
+    module, (hidden, index, weights) = experts(), routing(8)
+    module.set_spend(SpendSpec(3.25))
+    chunks, whole = module.allocate(index, weights), module(hidden, index, weights)
+    for row in range(8):
+        one = slice(row, row + 1)
+        assert torch.equal(module.allocate(index[one], weights[one]), chunks[one])
+        torch.testing.assert_close(module(hidden[one], index[one], weights[one]), whole[one], **tolerance(torch.float32))
+
+
+def test_output_is_the_weighted_sum_of_the_slots(experts, routing, tolerance):
+    module, (hidden, index, weights) = experts(), routing(5)
+    up, down = module.gate_up_proj.weight, module.down_proj.weight
+    chunks = module.allocate(index, weights)
+    slots = [
+        expert_ffn(hidden, index[:, [slot]], torch.ones(5, 1), chunks[:, [slot]], up, None, down, None, "silu_mul")
+        for slot in range(3)
+    ]
+    found = module(hidden, index, weights)
+    assert torch.equal(module(hidden, index, weights), found)
+    expected = sum(weights[:, slot, None] * rows for slot, rows in enumerate(slots))
+    torch.testing.assert_close(found, expected, **tolerance(torch.float32))
+
+
+def test_spent_counts_pairs_by_planes(experts, routing):
+    module, (hidden, index, weights) = experts(), routing(9)
+    module.set_spend(SpendSpec(3.5))
+    chunks = module.allocate(index, weights)
+    assert module.spent.sum() == 0  # asking is not spending
+    for _ in range(2):
+        module(hidden, index, weights)
+    assert torch.equal(module.spent, 2 * chunks.flatten().bincount(minlength=9))
+    assert module.spent.sum() == 54 and (module.spent * torch.arange(9)).sum() == 2 * 9 * 11  # floor(3 * 3.5 + .5) = 11
+
+
+@pytest.mark.parametrize("allocation", ["dpa", "gate-linear", "gate-only", "residual-only", "uniform"])
+def test_each_allocation_minimises_its_own_cost(experts, routing, allocation):
+    module, (_, index, weights) = experts(), routing(40)
+    module.set_spend(SpendSpec(3.0, allocation))
+    importance = {"dpa": weights.square(), "gate-only": weights.square(), "gate-linear": weights}
+    gates = importance.get(allocation, torch.ones_like(weights)).sqrt()
+    mean = module.residuals.mean(0, keepdim=True).expand(EXPERTS, -1)
+    table = {"gate-only": mean, "uniform": (0.25 ** torch.arange(9.0)).expand(EXPERTS, -1)}.get(allocation, module.residuals)
+    expected = reference.allocate(gates, index, table, module.budget, module.k_max, 2)
+    chunks = module.allocate(index, weights)
+    cost = [(gates.square() * table[index, k.long()]).sum(1) for k in (chunks, expected)]
+    torch.testing.assert_close(*cost, rtol=1e-6, atol=0)
+    assert (chunks.sum(1) == 9).all()
+    assert bool((chunks == 3).all()) == (allocation == "uniform")
+
+
+def test_dispatch_scope_gives_an_expert_one_k(experts, routing):
+    module, (_, index, weights) = experts(), routing(20)
+    module.set_spend(SpendSpec(3.0, scope="dispatch"))
+    chunks = module.allocate(index, weights)
+    per_expert = [chunks[index == expert].unique() for expert in index.unique().tolist()]
+    assert all(len(values) == 1 for values in per_expert)
+    assert sum(int(values) for values in per_expert) == 3 * len(per_expert)
+    module.set_spend(SpendSpec(3.0))
+    assert not torch.equal(module.allocate(index, weights), chunks)
+
+
+def test_a_new_table_is_spent_by_at_once(experts, routing, convex_table):
+    module, (_, index, weights) = experts(), routing(20)
+    module.set_spend(SpendSpec(3.0, "gate-only"))
+    fresh = convex_table(EXPERTS, seed=5)
+    module.set_residuals(fresh)
+    assert module.residuals is fresh and not torch.equal(module.table, fresh)
+    module.set_spend(SpendSpec(3.0))
+    expected = reference.allocate(weights, index, fresh, torch.tensor(3.0), torch.tensor(8), 2)
+    assert torch.equal(module.allocate(index, weights), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.float(), lambda m: m.double()]
+)
+def test_casts_leave_what_is_encoded_alone(experts, routing, cast, tied):
+    module, inputs = experts(tied=tied, biased=True), routing(6)
+    module.set_spend(SpendSpec(3.3))
+    before = {name: tensor.clone() for name, tensor in module.named_buffers(remove_duplicate=False)}
+    expected = module(*inputs)
+    cast(module)
+    after = dict(module.named_buffers(remove_duplicate=False))
+    before["spent"] = after["spent"]
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype for name, tensor in after.items())
+    assert torch.equal(module(*inputs), expected)
+
+
+def test_buffers_have_the_names_of_the_checkpoint(experts):
+    shared, tied = experts(planes=3, biased=True), experts(planes=3, tied=True)
+    projections = ("gate_up_proj", "down_proj")
+    planes = {f"{name}.plane.{c}" for name in projections for c in range(3)} | {f"{name}.offset" for name in projections}
+    assert set(shared.state_dict()) == planes | {"residuals", "up_bias", "down_bias"} | {
+        f"{name}.scale.{c}" for name in projections for c in range(3)
+    }
+    assert set(tied.state_dict()) == planes | {"residuals"} | {
+        f"{name}.{part}" for name in projections for part in ("scale", "unit")
+    }
+    assert shared.budget.shape == () and shared.budget.dtype == torch.float32
+    assert shared.k_max.shape == () and int(shared.k_max) == 3 and shared.residuals.shape == (EXPERTS, 4)
+
+
+@pytest.mark.parametrize("tied, plane, fixed", [(False, 6 * (360 + 448), 6 * 448), (True, 6 * 360, 6 * (448 + 8))])
+def test_bytes_by_hand(experts, tied, plane, fixed):
+    """For each of 6 experts: codes 48 * 5 + 40 * 3 = 360 bytes a plane; 48 * 3 + 40 * 2 = 224 groups of 16 inputs.
+
+    Shared scales: fp16 for each plane and group, and fp16 offsets. Tied: one byte each, and two fp32 units per expert.
+    """
+    module = experts(tied=tied)
+    assert module.bytes_per_plane() == (plane, fixed)
+    assert module.encoded_bytes() == 8 * plane + fixed
+
+
+def test_encoded_experts_lists_them_by_path(experts):
+    model = torch.nn.Module()
+    model.first, model.plain = torch.nn.Sequential(experts()), torch.nn.Linear(2, 2)
+    model.second = experts()
+    assert list(encoded_experts(model).items()) == [("first.0", model.first[0]), ("second", model.second)]
+    assert encoded_experts(model.plain) == {}
+
+
+@pytest.mark.parametrize("allocation", ["dpa", "gate-only"])
+def test_ten_budgets_cost_one_compile(experts, routing, tolerance, compiles, allocation):
+    backend, graphs = compiles
+    module, inputs = experts(), routing(9)
+    module.set_spend(SpendSpec(8.0, allocation))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for budget in (2, 2.5, 3, 3.25, 4, 5, 6, 7, 7.5, 8):
+        dpamoe.set_budget(module, budget)
+        torch.testing.assert_close(compiled(*inputs), module(*inputs), **tolerance(torch.float32))
+    assert len(graphs) == 1
+
+
+def test_other_routing_costs_no_compile(experts, routing, tolerance, compiles):
+    """All tokens to one expert, then spread: shapes depend on tokens and slots only."""
+    backend, graphs = compiles
+    module, (hidden, index, weights) = experts(), routing(9)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for routed in (torch.zeros_like(index), index, torch.full_like(index, EXPERTS)):
+        expected = module(hidden, routed, weights)
+        torch.testing.assert_close(compiled(hidden, routed, weights), expected, **tolerance(torch.float32))
+    assert len(graphs) == 1
+
+
+def test_a_whole_model_compiles_once_for_ten_budgets(transformed, random_ids, tolerance, compiles):
+    backend, graphs = compiles
+    _, model = transformed("qwen3_moe")
+    ids = random_ids(2, 16)
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for budget in (2, 2.5, 3, 3.25, 4, 5, 6, 7, 7.5, 8):
+            dpamoe.set_budget(model, budget)
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits, **tolerance(torch.float32))
+    assert len(graphs) == 1
