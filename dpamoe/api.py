@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dpamoe import calibration as calibrate
+from dpamoe import program
 from dpamoe.allocate import project
 from dpamoe.encode import check_encodable, encode
 from dpamoe.modules import EncodedExperts, encoded_experts
@@ -53,7 +54,7 @@ def transform(
     if not findings.sites:
         raise ValueError(_no_sites(model, findings.refused))
     for site in findings.sites:
-        check_encodable(gather(model.get_submodule(site.path), site.layout), spec, site.path)
+        check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), spec, site.path)
     batches = calibrate.calibration_batches(model, calibration, example)
     _encode_sites(model, findings.sites, spec, batches, keep_original)
     model.dpamoe_refused = findings.refused
@@ -73,16 +74,18 @@ def _encode_sites(model: nn.Module, sites: list[Site], spec: EncodeSpec, batches
 
 def encode_site(experts: nn.Module, site: Site, spec: EncodeSpec, sample: Sample) -> EncodedExperts:
     """Encode and profile one experts module; the module itself is not changed."""
-    weights = gather(experts, site.layout)
-    up = encode(weights.up, spec, f"{site.path}.{site.layout.up}")
-    down = encode(weights.down, spec, f"{site.path}.{site.layout.down}")
-    table, unreached = residual_table(weights, up, down, site.activation, sample)
+    weights = gather(experts, site.layout, site.experts)
+    up = encode(weights.up, spec, f"{site.path} (up)")
+    down = encode(weights.down, spec, f"{site.path} (down)")
+    parameters = program.own_parameters(site, experts)
+    act, post = program.activation(site, parameters), program.after(site, parameters)
+    table, unreached = residual_table(weights, up, down, act, sample, post)
     if unreached:
         shown = ", ".join(map(str, unreached[:12])) + (" …" if len(unreached) > 12 else "")
         logger.warning("%s: no calibration token reached experts %s; their residuals are estimated", site.path, shown)
     biases = [None if bias is None else bias.clone() for bias in (weights.up_bias, weights.down_bias)]
     residuals = project(table, spec.k_min).to(weights.up.device)
-    encoded = EncodedExperts(site, spec, up, down, *biases, residuals)
+    encoded = EncodedExperts(site, spec, up, down, *biases, residuals, parameters)
     encoded.unreached = unreached
     return encoded
 

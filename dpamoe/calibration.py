@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpamoe import text as texts
+from dpamoe.modes import evaluating
 
 SAMPLES, LENGTH, BATCH, SEED = 128, 512, 8, 0
 WRITTEN_SEQUENCES, WRITTEN_TOKENS = 32, 256
@@ -98,15 +99,11 @@ def own_text(model: nn.Module) -> list[Batch]:
     device = device_of(model)
     tokens = min(WRITTEN_TOKENS, texts.window_length(model.config) - 1)
     prompt = torch.full((WRITTEN_SEQUENCES, 1), start, device=device)
-    training = model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(SEED)
-            written = model.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=start,
-            )  # fmt: skip
-    finally:
-        model.train(training)
+    rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with evaluating(model), rng, torch.no_grad():
+        torch.manual_seed(SEED)
+        written = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=start,
+        )  # fmt: skip
     return [((), {"input_ids": part}) for part in written.split(BATCH)]

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dpamoe import program
 from dpamoe.kernels.layout import EncodedWeight, groups_of
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.sites import Site
@@ -265,10 +266,15 @@ def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes
     up = _take_weight(take, "gate_up_proj", (site.experts, site.up_rows, site.hidden), spec, planes)
     down = _take_weight(take, "down_proj", (site.experts, site.out, site.inner), spec, planes)
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    up_bias = take("up_bias", (site.experts, site.up_rows), floats) if site.layout.up_bias else None
+    up_bias = take("up_bias", (site.experts, site.up_rows), floats) if site.layout.up_biases else None
     down_bias = take("down_bias", (site.experts, site.out), floats) if site.layout.down_bias else None
+    names = program.parameters_of(site.program) + program.parameters_of(site.post)
+    held = {}
+    for name in names:
+        tensors_of = "act" if name in program.parameters_of(site.program) else "post"
+        held[name] = tensors.pop(f"{site.path}.{tensors_of}.{name.replace('.', '_')}")
     residuals = take("residuals", (site.experts, settings["k_max"] + 1), (torch.float32,))
-    experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals)
+    experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals, held)
     experts.unreached = settings.get("unreached", {}).get(site.path, [])
     return experts
 

@@ -106,8 +106,12 @@ class Sizes:
         """Measure a transformed model; element_bytes (`element_sizes` of the model before it was cast) overrides its dtypes."""
         tensors = dict(model.named_parameters())
         for path, experts in api.encoded_experts(model).items():
-            biases = {experts.site.layout.up_bias: experts.up_bias, experts.site.layout.down_bias: experts.down_bias}
-            tensors |= {f"{path}.{name}": bias for name, bias in biases.items() if bias is not None}
+            layout = experts.site.layout
+            stacks = [
+                (layout.up_biases[0] if layout.up_biases else None, experts.up_bias),
+                (layout.down_bias, experts.down_bias),
+            ]
+            tensors |= {f"{path}.{stack.names[0]}": bias for stack, bias in stacks if stack is not None}
         sizes = element_bytes or {}
         return Sizes(sum(tensor.numel() * sizes.get(name, tensor.element_size()) for name, tensor in tensors.items()))
 

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
+from dpamoe import program
 from dpamoe.allocate import allocation_gates, allocation_table
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.sites import Site
+from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
 
 
@@ -47,21 +48,23 @@ class EncodedTensor(nn.Module):
 
 
 class EncodedExperts(nn.Module):
-    """Stands where an experts module stood: (hidden [T, H], index [T, A], weights [T, A]) to [T, H].
+    """Stands where an experts module stood: (hidden [T, H] or [B, S, H], index [T, A], weights [T, A]) to the shape of hidden.
 
     The budget (fp32 0-d) and k_max (int 0-d) are buffers, so changing them recompiles nothing. residuals fp32 [E, C + 1],
     column k the error of an expert with k planes, always whole. Encoded tensors, residuals and budget keep their dtype when
-    the model is cast. `spent` counts the pairs computed with each number of planes.
+    the model is cast. parameters: those that the site's programs read. `spent` counts the pairs computed with each number
+    of planes.
     """
 
     def __init__(
         self, site: Site, spec: EncodeSpec, up: EncodedWeight, down: EncodedWeight,
-        up_bias: Tensor | None, down_bias: Tensor | None, residuals: Tensor,
+        up_bias: Tensor | None, down_bias: Tensor | None, residuals: Tensor, parameters: dict[str, Tensor] | None = None,
     ):  # fmt: skip
         super().__init__()
         device = residuals.device
         self.site, self.spec, self.original = site, spec, []
         self.unreached: list[int] = []
+        self.act, self.post = program.activation(site, parameters), program.after(site, parameters)
         self.gate_up_proj, self.down_proj = EncodedTensor(up), EncodedTensor(down)
         self.register_buffer("up_bias", up_bias)
         self.register_buffer("down_bias", down_bias)
@@ -93,16 +96,43 @@ class EncodedExperts(nn.Module):
         return torch.ops.dpamoe.allocate(*arguments)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        chunks = self.allocate(top_k_index, top_k_weights)
+        rows = hidden_states.flatten(0, -2)
+        index = chosen(top_k_index) if self.site.masked else top_k_index
+        weights = top_k_weights.view(index.shape)
+        chunks = self.allocate(index, weights)
         counted = chunks.flatten().long()
         self.spent.scatter_add_(0, counted, torch.ones_like(counted))
+        plain = self.site.program is None and self.post is None and not self.site.weigh_input
+        result = self._fused(rows, index, weights, chunks) if plain else self._in_steps(rows, index, weights, chunks)
+        if self.site.identity:
+            kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
+            result = result + (kept * rows).to(result.dtype)
+        return result.view(*hidden_states.shape[:-1], result.shape[-1])
+
+    def _fused(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
         return torch.ops.dpamoe.expert_ffn(
-            hidden_states, top_k_index, top_k_weights, chunks,
+            rows, index, weights, chunks,
             up.planes, up.scales, up.offset, up.unit, self.up_bias,
             down.planes, down.scales, down.offset, down.unit, self.down_bias,
             self.site.activation, self.spec.group_size,
         )  # fmt: skip
+
+    def _in_steps(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
+        """Activations that no kernel fuses stay plain torch between the two matmuls, so that a compiler sees them."""
+        gates = weights.float().masked_fill((index < 0) | (index >= self.site.experts), 0.0)[..., None]
+        x = rows.float()[:, None] * gates if self.site.weigh_input else rows.float()
+        inner = self._matmul(x, index, chunks, self.gate_up_proj.weight, self.up_bias)
+        inner = self.act(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
+        result = self._matmul(inner, index, chunks, self.down_proj.weight, self.down_bias)
+        if self.post is not None:
+            result = self.post(result.flatten(0, 1)).view(result.shape)
+        return (result if self.site.weigh_input else result * gates).sum(1).to(rows.dtype)
+
+    def _matmul(self, x: Tensor, index: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:
+        return torch.ops.dpamoe.expert_matmul(
+            x, index, chunks, weight.planes, weight.scales, weight.offset, weight.unit, bias, self.spec.group_size
+        )
 
     def encoded_bytes(self) -> int:
         """Bytes of planes, scales and offsets held now."""

@@ -3,7 +3,7 @@
 R[e, k] = mean over tokens of |f_e(x) - f_e^(k)(x)|^2 for the whole expert FFN, gate-free (DPA-MoE, section 3.2).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from dpamoe.kernels.grouped import prefixes
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.kernels.reference import ACTIVATIONS
-from dpamoe.sites import ExpertWeights, Site
+from dpamoe.modes import evaluating
+from dpamoe.sites import ExpertWeights, Site, chosen
 
 TOKENS_PER_EXPERT = 256  # 0.07 % regret against the full profile; 16 give 1.4 %
 FEWEST_TOKENS = 16  # below this an expert is also shown the tokens that its router scored highest
@@ -23,11 +23,13 @@ FEWEST_TOKENS = 16  # below this an expert is also shown the tokens that its rou
 class Sample:
     """Calibration inputs of one site: for each expert the rows routed to it, and the rows it scored highest.
 
-    rows[e] holds tensors [n, H]; best[e] is (scores [m], rows [m, H]) of the tokens with the highest router score.
+    rows[e] holds tensors [n, H]; best[e] is (scores [m], rows [m, H]) of the tokens with the highest router score. masked: the
+    site's index is a one-hot mask.
     """
 
     experts: int
     limit: int
+    masked: bool = False
     counts: list[int] = field(default_factory=list)
     rows: list[list[Tensor]] = field(default_factory=list)
     best: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -70,7 +72,7 @@ def record(model: nn.Module, sites: list[Site], batches: Iterable[tuple[tuple, d
 
     Tokens go where the router sends them: no expert is force-fed.
     """
-    samples = {site.path: Sample(site.experts, limit) for site in sites}
+    samples = {site.path: Sample(site.experts, limit, site.masked) for site in sites}
     hooks = []
     for site in sites:
         experts = model.get_submodule(site.path)
@@ -78,16 +80,13 @@ def record(model: nn.Module, sites: list[Site], batches: Iterable[tuple[tuple, d
         latest: list[Tensor] = []
         hooks += [_watch_scores(child, site.experts, latest) for child in parent.children() if child is not experts]
         hooks.append(experts.register_forward_pre_hook(_collector(samples[site.path], latest)))
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             for args, kwargs in batches:
                 model(*args, **kwargs)
                 if all(sample.full() for sample in samples.values()):
                     break
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return samples
@@ -108,6 +107,8 @@ def _watch_scores(child: nn.Module, experts: int, latest: list[Tensor]):
 def _collector(sample: Sample, latest: list[Tensor]):
     def collect(module, args):
         hidden, index, _ = args
+        hidden = hidden.flatten(0, -2)
+        index = chosen(index) if sample.masked else index
         scores = latest[0] if latest and latest[0].shape[0] == hidden.shape[0] else None
         sample.add(hidden.detach(), index, scores)
         latest.clear()
@@ -116,12 +117,12 @@ def _collector(sample: Sample, latest: list[Tensor]):
 
 
 def residual_table(
-    weights: ExpertWeights, up: EncodedWeight, down: EncodedWeight, activation: str, sample: Sample
+    weights: ExpertWeights, up: EncodedWeight, down: EncodedWeight, act: Callable, sample: Sample, post: Callable | None = None
 ) -> tuple[Tensor, list[int]]:
     """Measure a site: fp64 [E, C + 1], column k the mean squared output error with k planes, column 0 the output itself.
 
     Also returns the experts that no token reached; they get a weight-only estimate scaled to the layer. Raw: the caller
-    projects it (`allocate.project`).
+    projects it (`allocate.project`). act, post: what an expert does between its matmuls and behind them.
     """
     experts, planes = weights.up.shape[0], len(up.planes)
     table = torch.full((experts, planes + 1), float("nan"), dtype=torch.float64)
@@ -130,7 +131,7 @@ def residual_table(
         proxy[expert] = _weight_error(weights.up, up, expert) + _weight_error(weights.down, down, expert)
         rows = sample.inputs(expert)
         if rows is not None:
-            table[expert] = _output_error(weights, up, down, activation, expert, rows.float())
+            table[expert] = _output_error(weights, up, down, act, post, expert, rows.float())
     unreached = torch.nonzero(table[:, 0].isnan()).flatten().tolist()
     reached = ~table[:, 0].isnan()
     scale = torch.ones(planes + 1, dtype=torch.float64)
@@ -140,17 +141,18 @@ def residual_table(
     return table, unreached
 
 
-def _output_error(weights: ExpertWeights, up, down, activation: str, expert: int, rows: Tensor) -> Tensor:
+def _output_error(weights: ExpertWeights, up, down, act: Callable, post: Callable | None, expert: int, rows: Tensor) -> Tensor:
     """Mean |f(x) - f^(k)(x)|^2 over rows [n, H] with finite output, k = 0 … C; fp64 [C + 1], NaN without such a row."""
-    act = ACTIVATIONS[activation]
     biases = [None if bias is None else bias[expert].float() for bias in (weights.up_bias, weights.down_bias)]
     exact = F.linear(act(F.linear(rows, weights.up[expert].float(), biases[0])), weights.down[expert].float(), biases[1])
+    exact = exact if post is None else post(exact)
     finite = torch.isfinite(exact).all(1)
     rows, exact = rows[finite], exact[finite]
     errors = [exact.double().square().sum(1).mean()]
     counts = list(range(1, len(up.planes) + 1))
     for up_dense, down_dense in zip(prefixes(up, expert, counts), prefixes(down, expert, counts), strict=True):
         approximate = F.linear(act(F.linear(rows, up_dense, biases[0])), down_dense, biases[1])
+        approximate = approximate if post is None else post(approximate)
         errors.append((exact - approximate).double().square().sum(1).mean())
     return torch.stack(errors).cpu()
 

@@ -5,32 +5,57 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from dpamoe.kernels.reference import is_gated
+ROW_ORDERS = ("rows", "interleaved", "swapped", "interleaved-swapped")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where one weight of all experts is stored: the name of one stacked parameter, or one name for each expert.
+
+    transposed: an expert's matrix is stored [I, O] instead of [O, I]. A two-dimensional parameter holds its experts one after
+    the other along the first dimension.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How an experts module stores its weights.
+    """How the experts of a site store their weights and biases.
 
-    up, down: parameter names, [E, O, I], or [E, I, O] where transposed. up_bias, down_bias: names of [E, O] parameters.
-    interleaved: gate and up rows alternate instead of standing one after the other.
+    ups: the first matmul, in one part or in two (gate and up) that follow each other in the rows. up_biases: one per part,
+    or empty. order: how gate and up rows stand: "rows" one after the other, gate first; "interleaved" by turns; "swapped" up
+    first.
     """
 
-    up: str
-    down: str
-    up_bias: str | None = None
-    down_bias: str | None = None
-    up_transposed: bool = False
-    down_transposed: bool = False
-    interleaved: bool = False
+    ups: tuple[Stack, ...]
+    down: Stack
+    up_biases: tuple[Stack, ...] = ()
+    down_bias: Stack | None = None
+    order: str = "rows"
+
+    @staticmethod
+    def from_dict(fields: dict) -> "ExpertLayout":
+        """The inverse of `asdict`, also after a way through JSON."""
+
+        def stack(one: dict | None) -> Stack | None:
+            return None if one is None else Stack(tuple(one["names"]), one["transposed"])
+
+        parts = {key: tuple(stack(one) for one in fields[key]) for key in ("ups", "up_biases")}
+        singles = {key: stack(fields[key]) for key in ("down", "down_bias")}
+        return ExpertLayout(**parts, **singles, order=fields["order"])
 
 
 @dataclass(frozen=True)
 class Site:
     """One router with its experts, verified: the module called with (hidden, index, weights).
 
-    hidden, inner, out: widths of an expert's input, between its matmuls, and of its output. parameters: all that the
-    module holds. dtype: of its weights as found.
+    hidden, inner, out: widths of an expert's input, between its matmuls, and of its output; up_rows: rows of the first
+    matmul. activation: a fused name, or "graph", then program holds it (see `program`). post: the program between an expert's
+    output and its gate. parameters: all that the module holds. dtype: of its weights as found. weigh_input: the gate scales
+    the expert's input instead of its output. masked: the index comes as a one-hot mask [T, A, E], all zero for a dropped
+    choice. identity: ids of E and above return the input.
     """
 
     path: str
@@ -39,15 +64,16 @@ class Site:
     hidden: int
     inner: int
     out: int
+    up_rows: int
     activation: str
     layout: ExpertLayout
     parameters: int
     dtype: str
-
-    @property
-    def up_rows(self) -> int:
-        """Rows of the first matmul: 2 * inner for a gated activation."""
-        return self.inner * (2 if is_gated(self.activation) else 1)
+    program: tuple | None = None
+    post: tuple | None = None
+    weigh_input: bool = False
+    masked: bool = False
+    identity: bool = False
 
     @property
     def weights(self) -> int:
@@ -61,7 +87,8 @@ class Site:
     @staticmethod
     def from_dict(fields: dict) -> "Site":
         """The inverse of `as_dict`."""
-        return Site(**{**fields, "layout": ExpertLayout(**fields["layout"])})
+        programs = {key: None if fields[key] is None else tuple(fields[key]) for key in ("program", "post")}
+        return Site(**{**fields, "layout": ExpertLayout.from_dict(fields["layout"]), **programs})
 
 
 @dataclass(frozen=True)
@@ -82,31 +109,73 @@ class ExpertWeights:
     down_bias: Tensor | None
 
 
-def gather(experts: nn.Module, layout: ExpertLayout) -> ExpertWeights:
-    """Read a module's expert weights in canonical form; views of the parameters where the layout allows."""
+def chosen(mask: Tensor) -> Tensor:
+    """Expert ids [T, A] of a one-hot mask [T, A, E]; E, the padding id, where nothing is chosen."""
+    mask = mask.flatten(0, -3)
+    return torch.where((mask != 0).any(-1), mask.long().argmax(-1), mask.shape[-1])
 
-    def read(name: str | None, transposed: bool = False, interleaved: bool = False) -> Tensor | None:
-        if name is None:
+
+def read_stack(module: nn.Module, stack: Stack, experts: int, matrix: bool = True) -> Tensor:
+    """A weight of all experts, [E, O, I], or a bias, [E, O]; a view of the parameter where the layout allows."""
+    tensors = [module.get_parameter(name).detach() for name in stack.names]
+    if len(tensors) > 1:
+        tensor = torch.stack(tensors)
+    elif matrix:
+        tensor = tensors[0].unflatten(0, (experts, -1)) if tensors[0].dim() == 2 else tensors[0]
+    else:
+        tensor = tensors[0].flatten(1)
+    return (tensor.transpose(1, 2) if stack.transposed else tensor)[:experts]
+
+
+def row_order(order: str, rows: int) -> Tensor | None:
+    """Row numbers that put gate rows first, then up rows, int64 [rows]; None where they stand so already."""
+    if order == "rows":
+        return None
+    numbers = torch.arange(rows)
+    first, second = numbers.chunk(2) if order == "swapped" else (numbers[0::2], numbers[1::2])
+    return torch.cat([first, second] if order == "interleaved" else [second, first])
+
+
+def gather(experts: nn.Module, layout: ExpertLayout, count: int) -> ExpertWeights:
+    """Read the weights of `count` experts in canonical form; views of the parameters where the layout allows."""
+
+    def join(stacks: tuple[Stack, ...], matrix: bool) -> Tensor | None:
+        if not stacks:
             return None
-        tensor = getattr(experts, name).detach()
-        tensor = tensor.transpose(1, 2) if transposed else tensor
-        return torch.cat([tensor[:, 0::2], tensor[:, 1::2]], 1) if interleaved else tensor
+        parts = [read_stack(experts, stack, count, matrix) for stack in stacks]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        numbers = row_order(layout.order, joined.shape[1])
+        return joined if numbers is None else joined[:, numbers.to(joined.device)]
 
     return ExpertWeights(
-        read(layout.up, layout.up_transposed, layout.interleaved),
-        read(layout.down, layout.down_transposed),
-        read(layout.up_bias, interleaved=layout.interleaved),
-        read(layout.down_bias),
+        join(layout.ups, True),
+        read_stack(experts, layout.down, count),
+        join(layout.up_biases, False),
+        None if layout.down_bias is None else read_stack(experts, layout.down_bias, count, False),
     )
 
 
 def scatter(weights: ExpertWeights, experts: nn.Module, layout: ExpertLayout) -> None:
     """Write canonical weights back into a module's own parameters, in place; biases are left as they are."""
-    up = weights.up
-    if layout.interleaved:
-        gate, linear = up.chunk(2, dim=1)
-        up = torch.stack([gate, linear], 2).flatten(1, 2)
+    count, up = weights.up.shape[0], weights.up
+    numbers = row_order(layout.order, up.shape[1])
+    if numbers is not None:
+        up = torch.empty_like(up).index_copy_(1, numbers.to(up.device), up)
+    start = 0
+    for stack in layout.ups:
+        rows = read_stack(experts, stack, count).shape[1]
+        _write_stack(experts, stack, up[:, start : start + rows])
+        start += rows
+    _write_stack(experts, layout.down, weights.down)
+
+
+def _write_stack(module: nn.Module, stack: Stack, weight: Tensor) -> None:
+    weight = weight.transpose(1, 2) if stack.transposed else weight
     with torch.no_grad():
-        getattr(experts, layout.up).copy_(up.transpose(1, 2) if layout.up_transposed else up)
-        down = weights.down.transpose(1, 2) if layout.down_transposed else weights.down
-        getattr(experts, layout.down).copy_(down)
+        if len(stack.names) == 1:
+            parameter = module.get_parameter(stack.names[0])
+            whole = parameter if parameter.dim() == weight.dim() else parameter.unflatten(0, (weight.shape[0], -1))
+            whole[: weight.shape[0]].copy_(weight)
+        else:
+            for name, part in zip(stack.names, weight, strict=True):
+                module.get_parameter(name).copy_(part)

@@ -171,9 +171,9 @@ def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None)
         tensors = checkpoint.read_tensors(folder, own)
         tensors[f"{site.path}.residuals"] = torch.zeros(site.experts, settings["k_max"] + 1)
         encoded = checkpoint.build_experts(site, settings, tensors, settings["k_max"])
-        weights = gather(original.get_submodule(site.path), site.layout)
+        weights = gather(original.get_submodule(site.path), site.layout, site.experts)
         up, down = encoded.gate_up_proj.weight, encoded.down_proj.weight
-        table, missing = residual_table(weights, up, down, site.activation, samples.pop(site.path))
+        table, missing = residual_table(weights, up, down, encoded.act, samples.pop(site.path), encoded.post)
         tables[f"{site.path}.residuals"] = project(table, settings["k_min"])
         if missing:
             unreached[site.path] = missing
@@ -183,10 +183,10 @@ def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None)
 
 def _check_same_site(model: nn.Module, site: Site, folder: Path) -> None:
     try:
-        shape = getattr(model.get_submodule(site.path), site.layout.up).shape
-    except AttributeError:
+        shape = gather(model.get_submodule(site.path), site.layout, site.experts).up.shape
+    except (AttributeError, RuntimeError):
         shape = None
-    if shape is None or shape.numel() != site.experts * site.up_rows * site.hidden:
+    if shape != (site.experts, site.up_rows, site.hidden):
         raise ValueError(f"the reference model has no experts like {site.path} of {folder}: give the model it was made from")
 
 

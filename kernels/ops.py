@@ -140,17 +140,18 @@ def _routed_ffn(
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int,
-) -> Tensor:  # fmt: skip
-    """`allocate` and `expert_ffn` in one op; arguments as there."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`allocate` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and the planes spent [T, A]."""
     chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min)
-    return _expert_ffn(
+    output = _expert_ffn(
         x, expert_ids, gates, chunks, up_planes, up_scales, up_offset, up_unit, up_bias,
         down_planes, down_scales, down_offset, down_unit, down_bias, activation, group_size,
     )  # fmt: skip
+    return output, chunks
 
 
 def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
-    return x.new_empty(x.shape[0], rest[7].shape[1])
+    return x.new_empty(x.shape[0], rest[7].shape[1]), expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
 allocate = _define("allocate", _allocate, _allocate_fake)

@@ -1,7 +1,7 @@
-"""Find expert computations in a recording by dataflow: two matmuls by expert-indexed weights with only pointwise work between.
+"""Find expert computations in a recording by dataflow: two matmuls by expert-indexed weights, only pointwise work between.
 
-No names are looked at. A weight is expert-indexed when a matmul reads one slice of a stacked parameter (or all of it, batched or
-grouped), or when its module is one of several siblings of the same structure.
+No names are looked at. A weight is expert-indexed when a matmul reads one slice of a stacked parameter (or all of it, batched
+or grouped), or when its module is one of several siblings of the same structure.
 """
 
 import operator
@@ -16,8 +16,9 @@ aten = torch.ops.aten
 # Rearrangements: they move or copy elements without changing them.
 VIEWS = {
     "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "select", "index", "index_select", "slice",
-    "unsqueeze", "squeeze", "_to_copy", "clone", "contiguous", "detach", "alias", "unbind", "split", "split_with_sizes", "chunk",
-    "repeat", "repeat_interleave", "gather", "embedding", "view_as", "lift_fresh", "getitem", "copy_", "to", "cat", "stack",
+    "unsqueeze", "squeeze", "_to_copy", "clone", "contiguous", "detach", "alias", "unbind", "split", "split_with_sizes",
+    "chunk", "repeat", "repeat_interleave", "gather", "embedding", "view_as", "lift_fresh", "getitem", "copy_", "to", "cat",
+    "stack",
 }  # fmt: skip
 PICKS = {"select", "index", "index_select", "unbind", "embedding", "gather", "getitem"}
 REDUCTIONS = {
@@ -136,9 +137,7 @@ def _indexed(weight: fx.Node, siblings: dict, batched: bool) -> tuple[Family, in
     for step in reversed(steps):
         kind, before = name_of(step), value(step.args[0]) if isinstance(step.args[0], fx.Node) else None
         rank = before.dim() if isinstance(before, Tensor) else 0
-        if kind == "t" or (kind == "transpose" and {step.args[1] % rank, step.args[2] % rank} == {rank - 2, rank - 1}):
-            swaps = not swaps
-        elif kind == "permute" and [d % rank for d in step.args[1]][-2:] == [rank - 1, rank - 2]:
+        if _swaps(step, kind, rank):
             swaps = not swaps
         elif kind == "view" and not picked and isinstance(before, Tensor) and rank == 2 and value(step).dim() == 3:
             experts = value(step).shape[0]
@@ -149,11 +148,19 @@ def _indexed(weight: fx.Node, siblings: dict, batched: bool) -> tuple[Family, in
             expert = step.args[2] if kind == "select" else step.args[1] if kind == "getitem" else None
             whole = before if kind != "getitem" else value(step.args[0].args[0])
             experts = len(value(step.args[0])) if kind == "getitem" else whole.shape[0]
-    if source.target in siblings and not picked:
+    if picked or (batched and value(weight).dim() == 3 and value(weight).shape[0] == experts):
+        return (Family((source.target,), experts), expert, swaps) if experts > 1 else None
+    if source.target in siblings:
         family, place = siblings[source.target]
         return family, place, swaps
-    stacked = picked or (batched and value(weight).dim() == 3 and value(weight).shape[0] == experts)
-    return (Family((source.target,), experts), expert, swaps) if stacked and experts > 1 else None
+    return None
+
+
+def _swaps(step: fx.Node, kind: str, rank: int) -> bool:
+    """Whether a rearrangement exchanges the last two dimensions."""
+    if kind == "transpose":
+        return {step.args[1] % rank, step.args[2] % rank} == {rank - 2, rank - 1}
+    return kind == "t" or (kind == "permute" and [d % rank for d in step.args[1]][-2:] == [rank - 1, rank - 2])
 
 
 def expert_matmuls(recording: Recording, model: nn.Module) -> list[ExpertMatmul]:
@@ -214,7 +221,7 @@ def find_candidates(recording: Recording, model: nn.Module) -> list[Candidate]:
     groups: dict[tuple, list[Body]] = {}
     for down in matmuls.values():
         ups = [up for up in reach.get(down.data, set()) if up.expert == down.expert and up.family != down.family]
-        ups = sorted((up for up in ups if up.family.experts == down.family.experts), key=lambda up: up.node.meta["at"])
+        ups = sorted((up for up in ups if up.family.experts >= down.family.experts), key=lambda up: up.node.meta["at"])
         ups = _latest(ups)
         if ups and len(ups) <= 2:
             between = _between(recording, [up.out for up in ups], down.data)

@@ -4,8 +4,6 @@ Expert loops depend on the data, so no symbolic tracer sees all of them; a run t
 """
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from dpamoe.modes import evaluating
 
 
 @dataclass
@@ -44,6 +44,11 @@ class Recording:
     def nodes(self) -> list[fx.Node]:
         """All nodes in the order of the run."""
         return list(self.graph.nodes)
+
+    def release(self) -> None:
+        """Let go of every recorded tensor: graphs are cycles, which would hold the weights until they are collected."""
+        for node in self.graph.nodes:
+            node.meta.clear()
 
     def inputs_of(self, node: fx.Node) -> list[fx.Node]:
         """Nodes that this one reads, directly or through a tensor whose storage they wrote."""
@@ -139,8 +144,7 @@ def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -> Re
 
     Raises whatever the model raises, with the path of the module that was running as a note.
     """
-    kwargs = kwargs or {}
-    recorder = _Recorder(model)
+    kwargs, recorder = kwargs or {}, _Recorder(model)
     recording = recorder.recording
 
     def enter(path: str):
@@ -164,7 +168,7 @@ def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -> Re
         hooks.append(module.register_forward_pre_hook(enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        with _evaluating(model), torch.no_grad(), recorder:
+        with evaluating(model), torch.no_grad(), recorder:
             result = model(*args, **kwargs)
     except Exception as error:
         running = recorder.open[-1].path if recorder.open else ""
@@ -175,15 +179,3 @@ def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -> Re
             hook.remove()
     recording.output = tree_map(recorder.lift, result)
     return recording
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back to what each was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

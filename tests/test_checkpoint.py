@@ -125,8 +125,9 @@ def test_settings_in_the_config(saved):
     }  # fmt: skip
     assert [site["path"] for site in sites] == ["model.layers.0.mlp.experts", EXPERTS]
     assert sites[0]["layout"] == {
-        "up": "gate_up_proj", "down": "down_proj", "up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias",
-        "up_transposed": True, "down_transposed": True, "interleaved": True,
+        "ups": [{"names": ["gate_up_proj"], "transposed": True}], "down": {"names": ["down_proj"], "transposed": True},
+        "up_biases": [{"names": ["gate_up_proj_bias"], "transposed": False}],
+        "down_bias": {"names": ["down_proj_bias"], "transposed": False}, "order": "interleaved",
     }  # fmt: skip
 
 

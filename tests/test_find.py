@@ -8,14 +8,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import dpamoe
+from dpamoe import program
 from dpamoe.kernels.reference import ACTIVATIONS
-from dpamoe.passes import find
+from dpamoe.passes import find, verify
 from dpamoe.passes.find import find_sites
-from dpamoe.sites import ExpertLayout, ExpertWeights, Refusal
+from dpamoe.sites import ExpertLayout, ExpertWeights, Refusal, Stack
 
 EXPERTS, HIDDEN, INNER = 6, 24, 12
-PLAIN = ExpertLayout("gate_up_proj", "down_proj")
-GPT_OSS = ExpertLayout("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", True, True, True)
+
+
+def laid_out(up, down, up_bias=None, down_bias=None, up_t=False, down_t=False, interleaved=False):
+    """Layout of experts in stacked parameters of these names."""
+    biases = [None if name is None else Stack((name,)) for name in (up_bias, down_bias)]
+    ups = () if biases[0] is None else (biases[0],)
+    order = "interleaved" if interleaved else "rows"
+    return ExpertLayout((Stack((up,), up_t),), Stack((down,), down_t), ups, biases[1], order)
+
+
+PLAIN = laid_out("gate_up_proj", "down_proj")
+GPT_OSS = laid_out("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", True, True, True)
 # what each family of the conftest holds: paths of its sites; all have 8 experts, 64 -> 32 -> 64, two active
 PATHS = {
     "qwen3_moe": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
@@ -109,7 +120,7 @@ def test_activation_is_recovered_from_the_numbers(random_model, random_ids, act,
 def test_own_experts_under_meaningless_names(name):
     rows = 2 * INNER if name.endswith("_mul") or name == "swigluoai" else INNER
     (site,) = found_in(Block(Experts(ACTIVATIONS[name], rows))).sites
-    assert (site.activation, site.layout) == (name, ExpertLayout("omega", "alpha"))
+    assert (site.activation, site.layout) == (name, laid_out("omega", "alpha"))
     assert (site.experts, site.top_k, site.hidden, site.inner, site.up_rows) == (EXPERTS, 2, HIDDEN, INNER, rows)
 
 
@@ -193,19 +204,19 @@ def test_a_wrong_recovery_is_refused(random_model, random_ids, monkeypatch, fami
     model = random_model(family)
     inputs = {"input_ids": random_ids(2, 16)}
     assert len(find_sites(model, (), inputs).sites) == 2
-    right = find.gather
+    right = verify.gather
 
-    def wrong(experts, layout):
-        weights = right(experts, layout)
-        if damage is transpose_up and layout.up_transposed != (family == "gpt_oss"):
+    def wrong(experts, layout, count):
+        weights = right(experts, layout, count)
+        if damage is transpose_up and layout.ups[0].transposed != (family == "gpt_oss"):
             return weights  # two wrongs would make a right
         return damage(weights)
 
-    monkeypatch.setattr(find, "gather", wrong)
+    monkeypatch.setattr(verify, "gather", wrong)
     findings = find_sites(model, (), inputs)
     assert findings.sites == []
     assert [refusal.path for refusal in findings.refused] == PATHS[family]
-    assert all("reproduces its output" in refusal.reason for refusal in findings.refused)
+    assert all("reproduce its output" in refusal.reason for refusal in findings.refused)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +234,17 @@ def test_what_shows_only_on_large_inputs_is_not_taken_for_silu(activation):
     plain = Block(Experts(gated(F.silu)))
     plain.load_state_dict(block.state_dict())
     torch.testing.assert_close(block(hidden), plain(hidden), rtol=1e-5, atol=1e-7)  # nobody could tell from this input
-    findings = find_sites(block, (hidden,))
-    assert findings.sites == [] and [refusal.path for refusal in findings.refused] == ["experts"]
+    (site,) = find_sites(block, (hidden,)).sites
+    assert site.activation == "graph"
+    inner = torch.randn(5, 2 * INNER) * 40
+    torch.testing.assert_close(program.activation(site)(inner), activation(inner), rtol=1e-5, atol=1e-5)
     assert [site.activation for site in find_sites(plain, (hidden,)).sites] == ["silu_mul"]
 
 
 @pytest.mark.parametrize("changes", [{"swiglu_limit": 5.0}, {"swiglu_alpha": 1.5}])
-def test_other_constants_than_those_of_gpt_oss_are_refused(random_model, random_ids, changes):
+def test_other_constants_than_those_of_gpt_oss_are_not_taken_for_them(random_model, random_ids, changes):
     findings = find_sites(random_model("gpt_oss", changes), (), {"input_ids": random_ids(2, 16)})
-    assert findings.sites == [] and len(findings.refused) == 2
+    assert [site.activation for site in findings.sites] == ["graph"] * 2
 
 
 class _Extra(Experts):
@@ -292,15 +305,15 @@ def _one_hot(index):
 @pytest.mark.parametrize(
     "experts, call, reason",
     [
-        (Experts, lambda e, h, i, w: e(hidden=h, index=i, weights=w), "3 keyword arguments"),
-        (Experts, lambda e, h, i, w: e(h, i, weights=w), "2 positional and 1 keyword"),
-        (_Extra, lambda e, h, i, w: e(h, i, w, None), "4 positional"),
-        (_Dense, lambda e, h, i, w: e(h, _full(h, i, w)), "2 positional"),
+        (Experts, lambda e, h, i, w: e(hidden=h, index=i, weights=w), "hidden=float32 [9, 24], index=int64 [9, 2]"),
+        (Experts, lambda e, h, i, w: e(h, i, weights=w), "int64 [9, 2], weights=float32 [9, 2]"),
+        (_Extra, lambda e, h, i, w: e(h, i, w, None), "float32 [9, 2], NoneType"),
+        (_Dense, lambda e, h, i, w: e(h, _full(h, i, w)), "float32 [9, 24], float32 [9, 6]"),
         (_OneHot, lambda e, h, i, w: e(h, _one_hot(i), w), "float32 [9, 24], bool [9, 6], float32 [9, 2]"),
         (_Batched, lambda e, h, i, w: e(h[None], i[None], w[None])[0], "float32 [1, 9, 24]"),
         (Experts, lambda e, h, i, w: h, "never reached"),
-        (_Normed, None, "reproduces its output"),
-        (_Stateful, None, "reproduces its output"),
+        (_Normed, None, "reproduce its output"),
+        (_Stateful, None, "reproduce its output"),
         (_Picky, None, "RuntimeError: nine tokens only"),
     ],
 )

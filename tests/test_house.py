@@ -10,6 +10,8 @@ FOLDERS = ("dpamoe", "kernels", "passes", "tests")
 CORE = {
     "spec",
     "sites",
+    "modes",
+    "program",
     "encode",
     "profile",
     "allocate",

@@ -8,7 +8,7 @@ from dpamoe.kernels import reference
 from dpamoe.kernels.grouped import expert_ffn
 from dpamoe.kernels.reference import is_gated
 from dpamoe.modules import EncodedExperts, encoded_experts
-from dpamoe.sites import ExpertLayout, Site
+from dpamoe.sites import ExpertLayout, Site, Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
 
 EXPERTS, HIDDEN, INNER = 6, 40, 24
@@ -20,8 +20,9 @@ def experts(random_encoded, convex_table):
 
     def make(activation="silu_mul", tied=False, biased=False, group_size=16, planes=8, k_min=2):
         rows = INNER * (2 if is_gated(activation) else 1)
-        layout = ExpertLayout("up", "down", *(("up_bias", "down_bias") if biased else ()))
-        site = Site("experts", EXPERTS, 3, HIDDEN, INNER, HIDDEN, activation, layout, 0, "float32")
+        biases = ((Stack(("up_bias",)),), Stack(("down_bias",))) if biased else ()
+        layout = ExpertLayout((Stack(("up",)),), Stack(("down",)), *biases)
+        site = Site("experts", EXPERTS, 3, HIDDEN, INNER, HIDDEN, rows, activation, layout, 0, "float32")
         spec = EncodeSpec(group_size, k_min, planes, "tied" if tied else "shared")
         up = random_encoded(EXPERTS, rows, HIDDEN, group_size, planes, tied)
         down = random_encoded(EXPERTS, HIDDEN, INNER, group_size, planes, tied, seed=1)

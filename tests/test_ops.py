@@ -75,7 +75,7 @@ def test_routed_ffn_is_allocate_then_expert_ffn(random_pairs, convex_table, up, 
     assert chunks.dtype == torch.int32
     expected = OPS.expert_ffn(x, ids, gates, chunks, *both)
     assert expected.shape == x.shape
-    assert torch.equal(OPS.routed_ffn(x, ids, gates, *table, *both, 2), expected)
+    assert torch.equal(OPS.routed_ffn(x, ids, gates, *table, *both, 2)[0], expected)
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
@@ -103,7 +103,7 @@ def test_inputs_need_not_be_contiguous(random_pairs, convex_table, up, down):
     spread = [torch.stack([tensor, tensor], 2).flatten(1)[:, ::2] for tensor in (ids, gates)]
     assert not any(tensor.is_contiguous() for tensor in (x, *spread))
     both = (*allocation(convex_table), *opened(up), *opened(down), "silu_mul", GROUP, 2)
-    assert torch.equal(OPS.routed_ffn(x, *spread, *both), OPS.routed_ffn(x.contiguous(), ids, gates, *both))
+    assert torch.equal(OPS.routed_ffn(x, *spread, *both)[0], OPS.routed_ffn(x.contiguous(), ids, gates, *both)[0])
     chunks, slots = torch.full((17, ACTIVE), 5), x[:, None].expand(17, ACTIVE, WIDTH)
     every = OPS.expert_matmul(slots, spread[0], chunks.T.contiguous().T, *opened(up), GROUP)
     assert torch.equal(every, OPS.expert_matmul(x, ids, chunks, *opened(up), GROUP))
@@ -118,10 +118,10 @@ def test_sentinels_cost_nothing_and_add_nothing(random_pairs, convex_table, up, 
     table, x = allocation(convex_table), rows(9)
     chunks = OPS.allocate(weights, padded, *table, 2)
     assert torch.equal(chunks[:, :-1], OPS.allocate(gates, ids, *table, 2)) and not chunks[:, -1].any()
-    result, expected = (OPS.routed_ffn(x, i, g, *table, *both, 2) for i, g in ((padded, weights), (ids, gates)))
+    result, expected = (OPS.routed_ffn(x, i, g, *table, *both, 2)[0] for i, g in ((padded, weights), (ids, gates)))
     assert torch.equal(result, expected)
     nobody = torch.full_like(ids, sentinel)
-    assert not OPS.routed_ffn(x, nobody, gates, *table, *both, 2).any()
+    assert not OPS.routed_ffn(x, nobody, gates, *table, *both, 2)[0].any()
     assert not OPS.allocate_dispatch(gates, nobody, *table, 2).any()
 
 
@@ -133,7 +133,7 @@ class _Block(nn.Module):
 
     def forward(self, x, ids, gates):
         residuals, _, k_max = self.table
-        routed = OPS.routed_ffn(x * 2, ids, gates, residuals, self.budget, k_max, *self.weights, "silu_mul", GROUP, 2)
+        routed = OPS.routed_ffn(x * 2, ids, gates, residuals, self.budget, k_max, *self.weights, "silu_mul", GROUP, 2)[0]
         return routed + x
 
 

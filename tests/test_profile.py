@@ -10,7 +10,7 @@ from dpamoe.kernels import reference
 from dpamoe.kernels.grouped import expert_matmul
 from dpamoe.passes.find import find_sites
 from dpamoe.profile import FEWEST_TOKENS, Sample, record, residual_table
-from dpamoe.sites import ExpertLayout, ExpertWeights, Site, gather
+from dpamoe.sites import ExpertLayout, ExpertWeights, Site, Stack, gather
 from dpamoe.spec import EncodeSpec
 
 HIDDEN, INNER = 16, 12
@@ -63,7 +63,7 @@ def test_table_is_what_the_definition_says(activation, biased, mode):
     weights = random_weights(4, activation, biased)
     up, down = encoded(weights, EncodeSpec(group_size=8, k_max=6, scale_mode=mode))
     rows = [torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)) for count in (1, 5, 40, 300)]
-    table, unreached = residual_table(weights, up, down, activation, sample_of(rows))
+    table, unreached = residual_table(weights, up, down, reference.ACTIVATIONS[activation], sample_of(rows))
     assert unreached == [] and table.shape == (4, 7) and table.dtype == torch.float64
     expected = torch.stack([by_definition(weights, up, down, activation, e, own) for e, own in enumerate(rows)])
     # relative: a difference of fp32 outputs that agree to 1/200
@@ -77,7 +77,7 @@ def test_low_precision_weights_and_rows_are_measured_in_fp32(dtype):
     copies = ExpertWeights(weights.up.float(), weights.down.float(), None, None)
     rows = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
     tables = [
-        residual_table(each, *encoded(each), "silu_mul", sample_of([given] * 3))[0]
+        residual_table(each, *encoded(each), reference.ACTIVATIONS["silu_mul"], sample_of([given] * 3))[0]
         for each, given in ((weights, rows), (copies, rows.float()))
     ]
     assert torch.equal(*tables)
@@ -86,7 +86,7 @@ def test_low_precision_weights_and_rows_are_measured_in_fp32(dtype):
 def test_projected_table_falls_and_stays_close_to_the_measured_one():
     weights = random_weights(8)
     rows = [torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(e)) for e in range(8)]
-    raw, _ = residual_table(weights, *encoded(weights), "silu_mul", sample_of(rows))
+    raw, _ = residual_table(weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of(rows))
     table = project(raw, 2)
     assert (table[:, 2:-1] >= table[:, 3:]).all()
     torch.testing.assert_close(table.double(), raw, rtol=0.05, atol=0)
@@ -95,9 +95,9 @@ def test_projected_table_falls_and_stays_close_to_the_measured_one():
 def test_unreached_experts_are_listed_and_estimated():
     weights = random_weights(6)
     rows = [torch.randn(200, HIDDEN, generator=torch.Generator().manual_seed(e)) for e in range(6)]
-    measured, _ = residual_table(weights, *encoded(weights), "silu_mul", sample_of(rows))
+    measured, _ = residual_table(weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of(rows))
     rows[1] = rows[4] = None
-    table, unreached = residual_table(weights, *encoded(weights), "silu_mul", sample_of(rows))
+    table, unreached = residual_table(weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of(rows))
     assert unreached == [1, 4]
     assert torch.equal(table[[0, 2, 3, 5]], measured[[0, 2, 3, 5]])
     ratio = table[[1, 4]] / measured[[1, 4]]
@@ -106,7 +106,7 @@ def test_unreached_experts_are_listed_and_estimated():
 
 def test_a_layer_that_no_token_reached_is_estimated_from_weights_alone():
     weights = random_weights(3)
-    table, unreached = residual_table(weights, *encoded(weights), "silu_mul", sample_of([None] * 3))
+    table, unreached = residual_table(weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of([None] * 3))
     assert unreached == [0, 1, 2]
     assert torch.isfinite(table).all() and (table[:, 2:-1] > table[:, 3:]).all()
     assert torch.equal(table[:, 0], torch.full((3,), 2.0))  # both weights lost whole, relative
@@ -118,7 +118,9 @@ def test_zero_experts_have_no_residual():
         tensor[1] = 0
     rows = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(0))
     for own in (rows, None):
-        table, unreached = residual_table(weights, *encoded(weights), "silu_mul", sample_of([rows, own, rows]))
+        table, unreached = residual_table(
+            weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of([rows, own, rows])
+        )
         assert unreached == ([] if own is not None else [1])
         assert torch.isfinite(table).all() and not table[1, 1:].any()
 
@@ -127,7 +129,7 @@ def test_rows_that_are_not_finite_do_not_reach_the_table():
     weights = random_weights(3)
     rows = [torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(e)) for e in range(3)]
     rows[2] = torch.full((4, HIDDEN), float("nan"))
-    table, unreached = residual_table(weights, *encoded(weights), "silu_mul", sample_of(rows))
+    table, unreached = residual_table(weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of(rows))
     assert unreached == [2] and torch.isfinite(table).all()
 
 
@@ -205,9 +207,9 @@ def stacked_layers(experts, top_k, layers=1, watched=True, scale=1.0):
     weights = [random_weights(experts, seed=layer) for layer in range(layers)]
     weights = [ExpertWeights(each.up * scale, each.down * scale, None, None) for each in weights]
     model = nn.Sequential(*(_Layer(each, top_k, watched) for each in weights))
-    layout = ExpertLayout("up", "down")
+    layout = ExpertLayout((Stack(("up",)),), Stack(("down",)))
     names = [f"{layer}.experts" for layer in range(layers)]
-    return model, [Site(n, experts, top_k, HIDDEN, INNER, HIDDEN, "silu_mul", layout, 0, "float32") for n in names]
+    return model, [Site(n, experts, top_k, HIDDEN, INNER, HIDDEN, 2 * INNER, "silu_mul", layout, 0, "float32") for n in names]
 
 
 def batches(count, tokens, seen=None, dtype=torch.float32):
@@ -219,8 +221,8 @@ def batches(count, tokens, seen=None, dtype=torch.float32):
 
 
 def measured(model, site, sample):
-    weights = gather(model.get_submodule(site.path), site.layout)
-    return residual_table(weights, *encoded(weights), site.activation, sample)
+    weights = gather(model.get_submodule(site.path), site.layout, site.experts)
+    return residual_table(weights, *encoded(weights), reference.ACTIVATIONS[site.activation], sample)
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -315,7 +317,7 @@ def routed_tokens(folder, layer, tokens):
     hook = experts.register_forward_pre_hook(lambda module, args: calls.append(args))
     sample = record(model, [site], [((), {"input_ids": ids})], tokens)[site.path]
     hook.remove()
-    return site, gather(experts, site.layout), sample, *calls[0]
+    return site, gather(experts, site.layout, site.experts), sample, *calls[0]
 
 
 def check_objective(folder, layer, tokens=256, draws=100):
@@ -336,7 +338,7 @@ def check_objective(folder, layer, tokens=256, draws=100):
     # measured .9989 to .9997 over all layers of both models, and .996 as the mean over tokens; the paper: .999 from k = 3 on
     assert ranks_agree(alone.flatten(), true.flatten()) >= 0.998
     assert sum(ranks_agree(alone[:, t], true[:, t]) for t in range(tokens)) / tokens >= 0.99
-    table, unreached = residual_table(weights, up, down, site.activation, sample)
+    table, unreached = residual_table(weights, up, down, reference.ACTIVATIONS[site.activation], sample)
     assert not set(unreached) & set(index.unique().tolist())
     policies = torch.randint(2, 9, (draws, site.experts), generator=random)[:, index]  # one k per expert
     promised = torch.stack([(gates.square() * table[index, k]).sum() for k in policies])

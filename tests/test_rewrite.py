@@ -9,10 +9,11 @@ from torch import nn
 from dpamoe.encode import encode
 from dpamoe.modules import EncodedExperts
 from dpamoe.passes import rewrite
-from dpamoe.sites import ExpertLayout, Site
+from dpamoe.sites import ExpertLayout, Site, Stack
 from dpamoe.spec import EncodeSpec
 
 EXPERTS, HIDDEN, INNER = 4, 16, 8
+LAYOUT = ExpertLayout((Stack(("up",)),), Stack(("down",)))
 
 
 class Plain(nn.Module):
@@ -36,7 +37,7 @@ def model_with(path):
 
 def encoded_for(model, path):
     experts = model.get_submodule(path)
-    site = Site(path, EXPERTS, 2, HIDDEN, INNER, HIDDEN, "relu", ExpertLayout("up", "down"), 0, "float32")
+    site = Site(path, EXPERTS, 2, HIDDEN, INNER, HIDDEN, INNER, "relu", LAYOUT, 0, "float32")
     spec = EncodeSpec(group_size=8)
     up, down = encode(experts.up.detach(), spec), encode(experts.down.detach(), spec)
     return EncodedExperts(site, spec, up, down, None, None, torch.ones(EXPERTS, 9))

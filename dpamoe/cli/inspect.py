@@ -52,8 +52,8 @@ def show(outcome: dict) -> str:
     """Sites as a table, then sizes or refusals."""
     rows = [
         f"{site['path']}: {site['experts']} experts, top {site['top_k']}, {site['hidden']} → {site['inner']} → {site['out']}, "
-        f"{site['activation']}, {site['dtype']}{', biases' if site['layout']['up_bias'] else ''}"
-        f"{', transposed' if site['layout']['up_transposed'] else ''}{', interleaved' if site['layout']['interleaved'] else ''}"
+        f"{site['activation']}, {site['dtype']}{', biases' if site['layout']['up_biases'] else ''}"
+        f"{', transposed' if site['layout']['ups'][0]['transposed'] else ''}{_order(site['layout']['order'])}"
         for site in outcome["sites"]
     ]
     if not outcome["encoded"]:
@@ -69,3 +69,7 @@ def show(outcome: dict) -> str:
     ]
     rows += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
     return "\n".join(rows)
+
+
+def _order(order: str) -> str:
+    return "" if order == "rows" else f", gate and up {order}"

@@ -1,0 +1,78 @@
+"""Fuse the allocator into the expert computation behind it: one op, nothing launched in between."""
+
+import operator
+
+import torch
+from torch import fx
+
+ops = torch.ops.dpamoe
+
+
+def fuse_allocation(gm: fx.GraphModule) -> int:
+    """Turn every `allocate` whose planes one `expert_ffn` with the same ids and gates reads into `routed_ffn`, in place.
+
+    Other readers of the planes, such as counters, read them from the fused op. Returns how many pairs were fused.
+    """
+    fused = 0
+    for expert in list(gm.graph.nodes):
+        if not _is(expert, ops.expert_ffn):
+            continue
+        x, ids, gates, chunks, *weights = expert.args
+        if not _is(chunks, ops.allocate) or chunks.args[0] is not gates or chunks.args[1] is not ids:
+            continue
+        if sum(_is(user, ops.expert_ffn) for user in chunks.users) > 1:
+            continue
+        _, _, residuals, budget, k_max, k_min = chunks.args
+        readers = [user for user in chunks.users if user is not expert]
+        with gm.graph.inserting_before(min([expert, *readers])):
+            routed = gm.graph.call_function(
+                ops.routed_ffn.default, (x, ids, gates, residuals, budget, k_max, *weights, k_min), name="routed_ffn"
+            )
+            output = gm.graph.call_function(operator.getitem, (routed, 0))
+            spent = gm.graph.call_function(operator.getitem, (routed, 1))
+        expert.replace_all_uses_with(output)
+        gm.graph.erase_node(expert)
+        chunks.replace_all_uses_with(spent)
+        gm.graph.erase_node(chunks)
+        fused += 1
+    gm.graph.lint()
+    gm.recompile()
+    return fused
+
+
+def drop_widening_casts(gm: fx.GraphModule) -> int:
+    """Feed the allocator's and the experts' ops the router's tensors as they are, past casts that lose nothing; in place.
+
+    The ops take any float gates and any integer ids. A cast to a narrower type changes values and stays.
+    """
+    dropped = 0
+    for node in list(gm.graph.nodes):
+        if not _is(node, ops.allocate) and not _is(node, ops.expert_ffn) and not _is(node, ops.routed_ffn):
+            continue
+        for argument in node.args[:3]:
+            source = _widened(argument) if isinstance(argument, fx.Node) else None
+            if source is not None:
+                node.replace_input_with(argument, source)
+                dropped += 1
+                if not argument.users:
+                    gm.graph.erase_node(argument)
+    gm.graph.lint()
+    gm.recompile()
+    return dropped
+
+
+def _widened(node: fx.Node) -> fx.Node | None:
+    """What a cast without loss was made from, or None."""
+    casts = node.op == "call_method" and node.target in ("to", "float", "long", "int", "type_as")
+    if not casts or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    before, after = (n.meta.get("example_value", None) for n in (source, node))
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.device != after.device:
+        return None
+    widens = torch.promote_types(before.dtype, after.dtype) == after.dtype
+    return source if widens and before.is_floating_point() == after.is_floating_point() else None
+
+
+def _is(node: object, packet) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in (packet, packet.default)

@@ -1,0 +1,228 @@
+"""Verify by value: a candidate becomes a site only if its own module equals the recovered experts, for every expert."""
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from dpamoe import program
+from dpamoe.kernels.reference import ACTIVATIONS
+from dpamoe.passes import activation
+from dpamoe.passes.experts import Body, Candidate, Family
+from dpamoe.passes.record import Call, Recording, value
+from dpamoe.sites import ExpertLayout, ExpertWeights, Refusal, Site, Stack, gather
+
+TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
+RECORDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # replay of a recorded activation, by its dtype
+THE_MODEL = "the model itself"
+SCALES = (1.0, 30.0, 1000.0)  # inputs are also tried scaled up, so that clamps and soft caps show
+
+
+@dataclass(frozen=True)
+class Function:
+    """What one expert computes, as recovered: post(down(activation(up(x))))."""
+
+    activation: str
+    layout: ExpertLayout
+    program: tuple | None
+    post: tuple | None
+
+    def act(self, parameters: dict[str, Tensor]):
+        """Between the matmuls."""
+        return ACTIVATIONS[self.activation] if self.program is None else program.to_module(self.program, parameters)
+
+    def behind(self, parameters: dict[str, Tensor]):
+        """Behind the last matmul."""
+        return (lambda rows: rows) if self.post is None else program.to_module(self.post, parameters)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A module call with (hidden, index, weights) that holds all matmuls of a candidate.
+
+    hidden [..., H]; index [T, A], or a one-hot mask [..., A, E] where masked; weights [T, A].
+    """
+
+    path: str
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    masked: bool
+
+    @property
+    def top_k(self) -> int:
+        """Choices per token."""
+        return self.index.shape[-2 if self.masked else -1]
+
+
+def boundary(recording: Recording, candidate: Candidate) -> Boundary | str:
+    """The deepest module that runs the experts and takes hidden [T, H], index [T, A], weights [T, A]; or why none does."""
+    around = sorted(_calls_around(recording, candidate.bodies[0]), key=lambda call: call.stop - call.start)
+    for call in around:
+        found = _boundary(call, candidate.ups[0].experts)
+        if found is None:
+            continue
+        if not call.path:
+            return "it cannot be replaced inside itself: pass a module that holds it"
+        if all(any(call.path == c.path for c in _calls_around(recording, body)) for body in candidate.bodies):
+            return found
+    inner = around[0] if around else None
+    took = f": {inner.path or 'the model'} is called with ({_described(inner)})" if inner else ""
+    return f"no module around its experts is called with hidden [T, H], index [T, A] and weights [T, A]{took}"
+
+
+def _calls_around(recording: Recording, body: Body) -> list[Call]:
+    places = [matmul.node.meta["at"] for matmul in (*body.ups, body.down)]
+    return [call for call in recording.calls if call.start <= min(places) and max(places) < call.stop]
+
+
+def _described(call: Call) -> str:
+    def one(argument) -> str:
+        held = value(argument) if isinstance(argument, fx.Node) else None
+        return type(argument).__name__ if held is None else f"{str(held.dtype).removeprefix('torch.')} {list(held.shape)}"
+
+    return ", ".join([*map(one, call.args), *(f"{name}={one(given)}" for name, given in call.kwargs.items())])
+
+
+def _boundary(call: Call, experts: int) -> Boundary | None:
+    if call.kwargs or len(call.args) != 3 or not all(isinstance(part, fx.Node) for part in (*call.args, call.output)):
+        return None
+    hidden, index, weights = (value(part) for part in call.args)
+    if not hidden.is_floating_point() or not weights.is_floating_point() or index.is_floating_point() or hidden.dim() < 2:
+        return None
+    rows = hidden.numel() // max(hidden.shape[-1], 1)
+    if index.dim() == 2 and index.dtype != torch.bool and index.shape == weights.shape and index.shape[0] == rows:
+        return Boundary(call.path, hidden, index, weights, False)
+    masked = index.dim() >= 3 and index.shape[-1] == experts and index.numel() == weights.numel() * experts
+    return Boundary(call.path, hidden, index, weights, True) if masked and index.numel() // index[0].numel() == rows else None
+
+
+def layout_of(candidate: Candidate, path: str, order: str) -> ExpertLayout:
+    """The candidate's parameters by their names below `path`."""
+    body = candidate.bodies[0]
+
+    def stack(family: Family, transposed: bool = False) -> Stack:
+        return Stack(tuple(name.removeprefix(path + ".") for name in family.names), transposed)
+
+    biases = [up.bias for up in body.ups]
+    return ExpertLayout(
+        ups=tuple(stack(up.family, up.transposed) for up in body.ups),
+        down=stack(body.down.family, body.down.transposed),
+        up_biases=tuple(stack(bias) for bias in biases) if all(biases) else (),
+        down_bias=None if body.down.bias is None else stack(body.down.bias),
+        order=order,
+    )
+
+
+def owner(candidate: Candidate) -> str:
+    """The module that holds all of the candidate's weights."""
+    paths = [name.split(".")[:-1] for family in (*candidate.ups, candidate.down) for name in family.names]
+    common = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return ".".join(common) or THE_MODEL
+
+
+def verify(model: nn.Module, recording: Recording, candidate: Candidate) -> Site | Refusal:
+    """Recover layout and activation of a candidate and compare with its own module, run in fp32 on a copy."""
+    found = boundary(recording, candidate)
+    if isinstance(found, str):
+        return Refusal(owner(candidate), found)
+    if any(parameter.is_meta for parameter in model.get_submodule(found.path).parameters()):
+        return Refusal(found.path, "its weights are on the meta device: load them before transforming")
+    body = candidate.bodies[0]
+    try:
+        between = activation.extract(body, found.path)
+        behind = activation.extract_post(recording, body, found.path)
+        if not activation.reproduces(between, body, RECORDED.get(value(body.down.data).dtype, 5e-2)):
+            return Refusal(found.path, "what stands between its matmuls could not be replayed")
+        rows = sum(activation.rows_of(up.out).shape[1] for up in body.ups)
+        kind, order, steps = activation.classify(between, rows)
+        post = None if behind is None else program.from_graph(behind.graph)
+    except ValueError as error:
+        return Refusal(found.path, str(error))
+    function = Function(kind, layout_of(candidate, found.path, order), steps, post)
+    return _compare(model.get_submodule(found.path), found, candidate, function)
+
+
+def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function: Function) -> Site | Refusal:
+    experts, layout = candidate.down.experts, function.layout
+    ways = {False, True}  # whether the gate scales the input
+    with torch.no_grad():
+        judge = copy.deepcopy(module).float().eval()
+        weights, parameters = gather(judge, layout, experts), dict(judge.named_parameters())
+        parts = (weights, function.act(parameters), function.behind(parameters))
+        try:
+            for probe in _probes(found, experts):
+                expected = _ask(judge, found, probe, experts)
+                ways = {way for way in ways if error_of(*parts, probe, expected, way) <= TOLERANCE}
+            spare = _spare_experts(judge, found, candidate)
+        except Exception as error:  # whatever a foreign forward may raise is the reason it is refused
+            return Refusal(found.path, f"it fails when called again with other routing: {type(error).__name__}: {error}")
+    if not ways:
+        return Refusal(found.path, "its recovered experts do not reproduce its output")
+    if isinstance(spare, str):
+        return Refusal(found.path, spare)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    dtype = str(module.get_parameter(layout.ups[0].names[0]).dtype).removeprefix("torch.")
+    (up_rows, hidden), (out, inner) = weights.up.shape[1:], weights.down.shape[1:]
+    return Site(
+        found.path, experts, found.top_k, hidden, inner, out, up_rows, function.activation, layout, count, dtype,
+        program=function.program, post=function.post, weigh_input=False not in ways, masked=found.masked, identity=spare,
+    )  # fmt: skip
+
+
+def _probes(call: Boundary, experts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs that send tokens to every expert, at several scales: rows of the recorded hidden states."""
+    tokens = -(-experts // call.top_k) + 3
+    recorded = call.hidden.reshape(-1, call.hidden.shape[-1])
+    hidden = recorded[torch.arange(tokens, device=recorded.device) % recorded.shape[0]].float()
+    hidden = hidden / hidden.square().mean().sqrt().clamp_min(1e-12)
+    index = (torch.arange(tokens * call.top_k, device=hidden.device) % experts).view(tokens, call.top_k)
+    weights = torch.linspace(0.1, 1.0, tokens * call.top_k, device=hidden.device).view(tokens, call.top_k)
+    return [(hidden * scale, index, weights) for scale in SCALES]
+
+
+def _ask(judge: nn.Module, call: Boundary, probe: tuple[Tensor, Tensor, Tensor], experts: int) -> Tensor | None:
+    """What the module itself returns for hidden [T, H], index and weights [T, A]; None if it is no tensor of that many rows."""
+    hidden, index, weights = probe
+    index = index.to(call.index.dtype)
+    if call.masked:
+        index = nn.functional.one_hot(index.long(), experts).to(call.index.dtype)
+    tokens = hidden.view(*(1,) * (call.hidden.dim() - 2), *hidden.shape)
+    result = judge(tokens, index, weights)
+    same = isinstance(result, Tensor) and result.shape[:-1] == tokens.shape[:-1]
+    return result.flatten(0, -2) if same else None
+
+
+def _spare_experts(judge: nn.Module, call: Boundary, candidate: Candidate) -> bool | str:
+    """Whether ids beyond the last expert that has weights return the input; a reason if they do something else."""
+    experts, named = candidate.down.experts, max(family.experts for family in candidate.ups)
+    if named == experts:
+        return False
+    hidden, _, weights = _probes(call, experts)[0]
+    index = (experts + torch.arange(weights.numel(), device=weights.device) % (named - experts)).view(weights.shape)
+    found = _ask(judge, call, (hidden, index, weights), named)
+    expected = hidden * weights.sum(-1, keepdim=True)
+    if found is None or float((found - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
+        return f"ids {experts} to {named - 1} have no weights and do not return their input"
+    return True
+
+
+def error_of(weights: ExpertWeights, act, post, probe: tuple, expected: Tensor | None, weigh_input: bool) -> float:
+    """Largest difference from what is expected, relative to its largest entry; infinite where nothing can be told."""
+    hidden, index, gates = probe
+    result = torch.zeros(hidden.shape[0], weights.down.shape[1], device=hidden.device)
+    if expected is None or expected.shape != result.shape:
+        return math.inf
+    for slot in range(index.shape[1]):
+        ids, gate = index[:, slot].long(), gates[:, slot, None]
+        inner = torch.einsum("th,tuh->tu", hidden * gate if weigh_input else hidden, weights.up[ids])
+        inner = inner if weights.up_bias is None else inner + weights.up_bias[ids]
+        rows = torch.einsum("ti,toi->to", act(inner), weights.down[ids])
+        rows = post(rows if weights.down_bias is None else rows + weights.down_bias[ids])
+        result += rows if weigh_input else gate * rows
+    size = float(expected.abs().max())
+    error = float((result - expected).abs().max()) / size if size > 0 else math.nan
+    return error if math.isfinite(error) else math.inf
