@@ -107,7 +107,7 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
     budget = warn_clamped(settings["default_budget"], planes) if budget is None else budget
     check_budget(budget, settings["k_min"], planes)
     tensors = checkpoint.read_tensors(folder, weight_map)
-    model = _skeleton(folder)
+    model = skeleton(folder)
     for fields in settings["sites"]:
         site = Site.from_dict(fields)
         parent, _, name = site.path.rpartition(".")
@@ -119,7 +119,7 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
     return model
 
 
-def _skeleton(folder: Path) -> nn.Module:
+def skeleton(folder: Path) -> nn.Module:
     """The model of a folder's config with parameters on the meta device and buffers in memory."""
     import transformers
     from accelerate import init_empty_weights
@@ -207,13 +207,18 @@ def _recorded_source(folder: str | Path, settings: dict) -> Path | None:
     return None if source is None else Path(os.path.normpath(Path(folder).absolute() / source))
 
 
+def check_original(folder: str | Path) -> None:
+    """Raise ValueError unless a folder has a config and every safetensors file is as long as its header says."""
+    checkpoint.read_config(folder)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        checkpoint.check_header(file)
+
+
 def load_original(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
     """Load an original Hugging Face model from a folder; ValueError if it is missing, truncated or lacks a tensor."""
     from transformers import AutoModelForCausalLM
 
-    checkpoint.read_config(folder)
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        checkpoint.check_header(file)
+    check_original(folder)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

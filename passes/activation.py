@@ -113,8 +113,7 @@ def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], 
             name = source.target.removeprefix(prefix + ".")
             held[name] = tensor.detach()
             return graph.get_attr(name)
-        inputs = source.all_input_nodes
-        if inputs and name_of(source) not in PICKS and all(a.op == "get_attr" or a in known for a in inputs):
+        if _computable(source, known):
             known[source] = _copy(graph, source, known, held, prefix)
             return known[source]
         if isinstance(tensor, Tensor) and tensor.numel() == 1 and origin(source)[0].op != "get_attr":
@@ -127,6 +126,16 @@ def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], 
     if kind.endswith("_") and hasattr(aten, kind[:-1]):
         target = getattr(getattr(aten, kind[:-1]), target._overloadname)  # in place becomes out of place
     return graph.call_function(target, tuple(args), kwargs)
+
+
+def _computable(node: fx.Node, known: dict) -> bool:
+    """Whether a node is computed, without picking, from parameters and what is known."""
+    inputs = node.all_input_nodes
+    return (
+        bool(inputs)
+        and name_of(node) not in PICKS
+        and all(source.op == "get_attr" or source in known or _computable(source, known) for source in inputs)
+    )
 
 
 def _along_features(node: fx.Node, kind: str, args: list) -> list:

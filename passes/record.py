@@ -4,6 +4,7 @@ Expert loops depend on the data, so no symbolic tracer sees all of them; a run t
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,8 +78,9 @@ def storage(tensor: Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, execute: Callable):
         super().__init__()
+        self.execute = execute
         self.recording = Recording(fx.Graph())
         self.node_of: dict[int, fx.Node] = {}
         self.kept: list[Tensor] = []  # so that no id is used twice
@@ -110,7 +112,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self.execute(func, args, kwargs)
         graph, writer = self.recording.graph, self.recording.writer
         node = graph.create_node("call_function", func, tree_map(self.lift, tuple(args)), tree_map(self.lift, dict(kwargs)))
         self.note(node, result)
@@ -139,12 +141,17 @@ def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     return written
 
 
-def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -> Recording:
+def _execute(func, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
+
+
+def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None, execute: Callable = _execute) -> Recording:
     """Run `model` once, in eval mode and without gradients, and return what it computed. The model is unchanged.
 
-    Raises whatever the model raises, with the path of the module that was running as a note.
+    execute: computes one aten call, given the op, its args and kwargs. Raises whatever the model raises, with the path of the
+    module that was running as a note.
     """
-    kwargs, recorder = kwargs or {}, _Recorder(model)
+    kwargs, recorder = kwargs or {}, _Recorder(model, execute)
     recording = recorder.recording
 
     def enter(path: str):

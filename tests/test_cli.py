@@ -197,8 +197,9 @@ def test_inspect_of_an_original_folder(run, source, random_model, tmp_path):
     assert held["encoded"] is False and len(held["sites"]) == 4 and held["refused"] == {}
     assert held["expert_share"] == pytest.approx(3_145_728 / 3_614_080)
     random_model("gpt_oss").save_pretrained(tmp_path / "gpt")
-    code, out, _ = run("inspect", tmp_path / "gpt")
-    assert code == 0 and "swigluoai, float32, biases, transposed, gate and up interleaved" in out and "2 sites verified" in out
+    for flags, word in ((), "2 sites found"), (("--verify",), "2 sites verified"):
+        code, out, _ = run("inspect", tmp_path / "gpt", *flags)
+        assert code == 0 and "swigluoai, float32, biases, transposed, gate and up interleaved" in out and word in out
 
 
 def test_eval_of_an_encoded_folder_prints_the_documented_object(run, encoded, texts):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dpamoe import calibration, checkpoint, storage
 from dpamoe.kernels.layout import bits_per_weight
-from dpamoe.passes import find
+from dpamoe.passes import find, weightless
 
 NAME = "inspect"
 HELP = "say what an encoded folder holds and whether it is complete, or which routed experts a model has"
@@ -13,11 +13,14 @@ HELP = "say what an encoded folder holds and whether it is complete, or which ro
 def arguments(parser) -> None:
     """Flags of this command."""
     parser.add_argument("model", help="an encoded or original model folder")
+    parser.add_argument("--verify", action="store_true", help="load an original model and verify its experts by value")
 
 
 def run(args) -> dict:
-    """Read headers of an encoded folder; load an original model and look for its experts."""
-    return _encoded(args.model) if checkpoint.is_encoded(args.model) else _original(args.model)
+    """Read headers of an encoded folder; look for the experts of an original model, without its weights unless verifying."""
+    if checkpoint.is_encoded(args.model):
+        return _encoded(args.model)
+    return _verified(args.model) if args.verify else _sketched(args.model)
 
 
 def _encoded(folder: str) -> dict:
@@ -33,7 +36,25 @@ def _encoded(folder: str) -> dict:
     return {"model": folder, "encoded": True, "complete": True, **{k: settings[k] for k in kept}, "planes": planes}
 
 
-def _original(folder: str) -> dict:
+def _sketched(folder: str) -> dict:
+    storage.check_original(folder)
+    model = storage.skeleton(Path(folder))
+    model.tie_weights()
+    sites = weightless.sketch_sites(model, *calibration.example_batch(model, None))
+    if not sites:
+        raise ValueError(f"no routed experts were found in {folder}: it looks dense")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "model": folder,
+        "encoded": False,
+        "verified": False,
+        "sites": [site.as_dict() for site in sites if not site.reason],
+        "refused": {site.path: site.reason for site in sites if site.reason},
+        "expert_share": sum(site.parameters for site in sites) / total,
+    }
+
+
+def _verified(folder: str) -> dict:
     model = storage.load_original(folder)
     findings = find.find_sites(model, *calibration.example_batch(model, None))
     if not findings.sites and not findings.refused:
@@ -42,6 +63,7 @@ def _original(folder: str) -> dict:
     return {
         "model": folder,
         "encoded": False,
+        "verified": True,
         "sites": [site.as_dict() for site in findings.sites],
         "refused": {refusal.path: refusal.reason for refusal in findings.refused},
         "expert_share": sum(site.parameters for site in findings.sites) / total,
@@ -57,7 +79,8 @@ def show(outcome: dict) -> str:
         for site in outcome["sites"]
     ]
     if not outcome["encoded"]:
-        rows.append(f"{len(outcome['sites'])} sites verified, {outcome['expert_share']:.1%} of all parameters")
+        word = "verified" if outcome["verified"] else "found (--verify checks them by value)"
+        rows.append(f"{len(outcome['sites'])} sites {word}, {outcome['expert_share']:.1%} of all parameters")
         return "\n".join(rows + [f"refused: {path}: {reason}" for path, reason in outcome["refused"].items()])
     rows.append(
         f"complete; group size {outcome['group_size']}, {outcome['scale_mode']} scales, planes {outcome['k_min']} to "
