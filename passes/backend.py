@@ -1,42 +1,64 @@
-"""`torch.compile(model, backend="dpamoe")`: fuse what only we know how to fuse, then hand the graph to Inductor."""
+"""`torch.compile(model, backend="dpamoe")`: fuse what only we know how to fuse, then hand the graph to Inductor.
+
+A transformed model brings our ops along: the allocator is fused into the experts. An untransformed one has its experts encoded
+in the graph, with a weight-only estimate of residuals unless a table is given, and both weights in memory.
+"""
 
 import copy
+import warnings
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
 from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
+from dpamoe.passes.plain import encode_regions
+from dpamoe.spec import EncodeSpec, check_budget
+
+NO_TABLE = "no residual table: planes are allocated by gates and a weight-only estimate of each expert's error"
+OWN_OPTIONS = ("budget", "residuals", "group_size")
 
 
 def compile_backend(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: dict | None = None):
-    """Compile one Dynamo graph of a transformed model.
+    """Compile one Dynamo graph.
 
-    The allocator is fused into the expert computation and lossless casts in front of the ops are dropped, on a copy of the
-    graph; Inductor does the rest. options: settings for Inductor, by its own names. Raises ValueError for a graph that
-    computes routed experts which are not encoded: call `dpamoe.transform` first.
+    options for an untransformed model: "budget" (4.0), "residuals" (a safetensors file with fp32 [E, k_max + 1] under each
+    experts module's path) and "group_size" (128); all others are settings for Inductor, by its own names. Raises ValueError
+    for a graph that reads stacked expert weights of which none could be encoded: call `dpamoe.transform` first.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    if not any(node.op == "call_function" and "dpamoe" in str(node.target) for node in gm.graph.nodes):
-        _refuse_plain_experts(gm)
-        return compile_fx(gm, example_inputs, config_patches=options)
-    fused = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
-    drop_widening_casts(fused)
-    fuse_allocation(fused)
-    return compile_fx(fused, example_inputs, config_patches=options)
+    own = {name: value for name, value in (options or {}).items() if name in OWN_OPTIONS}
+    rest = {name: value for name, value in (options or {}).items() if name not in OWN_OPTIONS}
+    work = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    extras: list[Tensor] = []
+    if not _has_ops(gm) and _stacked(gm, example_inputs):
+        extras = _encode(work, example_inputs, **own)
+    drop_widening_casts(work)
+    fuse_allocation(work)
+    compiled = compile_fx(work, [*example_inputs, *extras], config_patches=rest or None)
+    return (lambda *args: compiled(*args, *extras)) if extras else compiled
 
 
-def _refuse_plain_experts(gm: fx.GraphModule) -> None:
-    """ValueError if a graph without our ops reads stacked expert weights: the model was not transformed."""
-    names = []
-    for node in gm.graph.nodes:
-        held = node.meta.get("example_value")
-        if node.op == "placeholder" and isinstance(held, torch.nn.Parameter) and held.dim() == 3:
-            source = getattr(node.meta.get("grapharg"), "source", None)
-            names.append(node.name if source is None else source.name if isinstance(source.name, str) else source.name())
-    if len(names) > 1:
+def _encode(gm: fx.GraphModule, example_inputs: list, budget: float = 4.0, residuals: str | None = None, group_size: int = 128):
+    from safetensors.torch import load_file
+
+    spec = EncodeSpec(group_size=group_size)
+    check_budget(budget, spec.k_min, spec.k_max)
+    if residuals is None:
+        warnings.warn(NO_TABLE, stacklevel=2)
+    extras = encode_regions(gm, example_inputs, spec, budget, {} if residuals is None else load_file(residuals))
+    if not extras:
         raise ValueError(
-            f"the graph reads stacked weights that are not encoded ({', '.join(names[:2])}, …): call dpamoe.transform(model) "
-            "before torch.compile, so that its experts are found and verified"
+            "the graph reads stacked weights that could not be recognised as experts: call dpamoe.transform(model) before "
+            "torch.compile, and see what it reports"
         )
+    return extras
+
+
+def _has_ops(gm: fx.GraphModule) -> bool:
+    return any(node.op == "call_function" and str(node.target).startswith("dpamoe") for node in gm.graph.nodes)
+
+
+def _stacked(gm: fx.GraphModule, example_inputs: list) -> bool:
+    """Whether the graph reads two or more stacked weights."""
+    return sum(isinstance(example, nn.Parameter) and example.dim() == 3 for example in example_inputs) > 1

@@ -174,14 +174,15 @@ def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function:
 
 
 def _probes(call: Boundary, experts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Inputs that send tokens to every expert, at several scales: rows of the recorded hidden states."""
-    tokens = -(-experts // call.top_k) + 3
-    recorded = call.hidden.reshape(-1, call.hidden.shape[-1])
-    hidden = recorded[torch.arange(tokens, device=recorded.device) % recorded.shape[0]].float()
+    """Inputs that together send tokens to every expert, at several scales: the recorded hidden states, as many as there were."""
+    hidden = call.hidden.reshape(-1, call.hidden.shape[-1]).float()
     hidden = hidden / hidden.square().mean().sqrt().clamp_min(1e-12)
-    index = (torch.arange(tokens * call.top_k, device=hidden.device) % experts).view(tokens, call.top_k)
-    weights = torch.linspace(0.1, 1.0, tokens * call.top_k, device=hidden.device).view(tokens, call.top_k)
-    return [(hidden * scale, index, weights) for scale in SCALES]
+    pairs = hidden.shape[0] * call.top_k
+    weights = torch.linspace(0.1, 1.0, pairs, device=hidden.device).view(-1, call.top_k)
+    numbers = torch.arange(pairs, device=hidden.device)
+    starts = range(0, experts, pairs)
+    index = [((numbers + start) % experts).view(weights.shape) for start in starts]
+    return [(hidden * scale, ids, weights) for ids in index for scale in SCALES]
 
 
 def _ask(judge: nn.Module, call: Boundary, probe: tuple[Tensor, Tensor, Tensor], experts: int) -> Tensor | None:
