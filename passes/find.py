@@ -19,27 +19,27 @@ class Findings:
     refused: list[Refusal]
 
 
-def find_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None) -> Findings:
+def find_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None, any_rows: bool = True) -> Findings:
     """Run the model once and return its routed experts; nothing is changed.
 
     A candidate is a pair of matmuls by expert-indexed weights with pointwise work between them. It becomes a site when
     sum over a of weight_a * f_(index_a)(hidden), with f recovered from the recording, equals what its own module returns for
-    inputs that reach every expert. No names are used. Raises ValueError for expert weights that are not finite, and what the
-    model raises.
+    inputs that reach every expert and, with any_rows, at other numbers of tokens. No names are used. Raises ValueError for
+    expert weights that are not finite, and what the model raises.
     """
     recording = record(model, args, kwargs)
     try:
-        return _findings(model, recording)
+        return _findings(model, recording, any_rows)
     finally:
         recording.release()
 
 
-def _findings(model: nn.Module, recording: Recording) -> Findings:
+def _findings(model: nn.Module, recording: Recording, any_rows: bool) -> Findings:
     sites: list[Site] = []
     refused: list[Refusal] = []
     for candidate in find_candidates(recording, model):
         _check_finite(model, candidate)
-        outcome = _placed_twice(model, owner(candidate)) or verify(model, recording, candidate)
+        outcome = _placed_twice(model, owner(candidate)) or verify(model, recording, candidate, any_rows)
         known = refused if isinstance(outcome, Refusal) else sites
         if all(outcome.path != other.path for other in known):
             known.append(outcome)

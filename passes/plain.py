@@ -47,7 +47,7 @@ def encode_regions(
         if alone is None:
             logger.warning("left alone: %s: it is not a function of (hidden, index, weights)", region.path)
             continue
-        found = find_sites(alone, call)
+        found = find_sites(alone, call, any_rows=False)  # sizes are numbers in this graph
         if not found.sites or found.sites[0].program or found.sites[0].post or found.sites[0].masked:
             why = found.refused[0].reason if found.refused else "its activation is not one that a kernel fuses"
             logger.warning("left alone: %s: %s", region.path, why)

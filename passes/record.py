@@ -148,8 +148,7 @@ def _execute(func, args: tuple, kwargs: dict) -> Any:
 def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None, execute: Callable = _execute) -> Recording:
     """Run `model` once, in eval mode and without gradients, and return what it computed. The model is unchanged.
 
-    execute: computes one aten call, given the op, its args and kwargs. Raises whatever the model raises, with the path of the
-    module that was running as a note.
+    execute: computes one aten call, given op, args and kwargs. Raises what the model raises, the running module as a note.
     """
     kwargs, recorder = kwargs or {}, _Recorder(model, execute)
     recording = recorder.recording

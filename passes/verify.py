@@ -124,8 +124,11 @@ def owner(candidate: Candidate) -> str:
     return ".".join(common) or THE_MODEL
 
 
-def verify(model: nn.Module, recording: Recording, candidate: Candidate) -> Site | Refusal:
-    """Recover layout and activation of a candidate and compare with its own module, run in fp32 on a copy."""
+def verify(model: nn.Module, recording: Recording, candidate: Candidate, any_rows: bool = True) -> Site | Refusal:
+    """Recover layout and activation of a candidate and compare with its own module, run in fp32 on a copy.
+
+    any_rows: the module must also agree on other numbers of tokens than the recorded one.
+    """
     found = boundary(recording, candidate)
     if isinstance(found, str):
         return Refusal(owner(candidate), found)
@@ -143,10 +146,10 @@ def verify(model: nn.Module, recording: Recording, candidate: Candidate) -> Site
     except ValueError as error:
         return Refusal(found.path, str(error))
     function = Function(kind, layout_of(candidate, found.path, order), steps, post)
-    return _compare(model.get_submodule(found.path), found, candidate, function)
+    return _compare(model.get_submodule(found.path), found, candidate, function, any_rows)
 
 
-def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function: Function) -> Site | Refusal:
+def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function: Function, any_rows: bool) -> Site | Refusal:
     experts, layout = candidate.down.experts, function.layout
     ways = {False, True}  # whether the gate scales the input
     with torch.no_grad():
@@ -154,7 +157,7 @@ def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function:
         weights, parameters = gather(judge, layout, experts), dict(judge.named_parameters())
         parts = (weights, function.act(parameters), function.behind(parameters))
         try:
-            for probe in _probes(found, experts):
+            for probe in _probes(found, experts, any_rows):
                 expected = _ask(judge, found, probe, experts)
                 ways = {way for way in ways if error_of(*parts, probe, expected, way) <= TOLERANCE}
             spare = _spare_experts(judge, found, candidate)
@@ -173,16 +176,23 @@ def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function:
     )  # fmt: skip
 
 
-def _probes(call: Boundary, experts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Inputs that together send tokens to every expert, at several scales: the recorded hidden states, as many as there were."""
-    hidden = call.hidden.reshape(-1, call.hidden.shape[-1]).float()
-    hidden = hidden / hidden.square().mean().sqrt().clamp_min(1e-12)
-    pairs = hidden.shape[0] * call.top_k
-    weights = torch.linspace(0.1, 1.0, pairs, device=hidden.device).view(-1, call.top_k)
-    numbers = torch.arange(pairs, device=hidden.device)
-    starts = range(0, experts, pairs)
-    index = [((numbers + start) % experts).view(weights.shape) for start in starts]
-    return [(hidden * scale, ids, weights) for ids in index for scale in SCALES]
+def _probes(call: Boundary, experts: int, any_rows: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs that together send tokens to every expert, at several scales, made of the recorded hidden states.
+
+    As many rows as were recorded; with any_rows also one row, and one row more than recorded.
+    """
+    recorded = call.hidden.reshape(-1, call.hidden.shape[-1]).float()
+    recorded = recorded / recorded.square().mean().sqrt().clamp_min(1e-12)
+    pairs = recorded.shape[0] * call.top_k
+    starts = [(recorded.shape[0], start) for start in range(0, experts, pairs)]
+    probes = []
+    for rows, start in starts + ([(1, 0), (recorded.shape[0] + 1, 0)] if any_rows else []):
+        numbers = torch.arange(rows * call.top_k, device=recorded.device)
+        hidden = recorded[torch.arange(rows, device=recorded.device) % recorded.shape[0]]
+        weights = torch.linspace(0.1, 1.0, numbers.numel(), device=recorded.device).view(-1, call.top_k)
+        index = ((numbers + start) % experts).view(weights.shape)
+        probes += [(hidden * scale, index, weights) for scale in SCALES]
+    return probes
 
 
 def _ask(judge: nn.Module, call: Boundary, probe: tuple[Tensor, Tensor, Tensor], experts: int) -> Tensor | None:
@@ -202,7 +212,7 @@ def _spare_experts(judge: nn.Module, call: Boundary, candidate: Candidate) -> bo
     experts, named = candidate.down.experts, max(family.experts for family in candidate.ups)
     if named == experts:
         return False
-    hidden, _, weights = _probes(call, experts)[0]
+    hidden, _, weights = _probes(call, experts, False)[0]
     index = (experts + torch.arange(weights.numel(), device=weights.device) % (named - experts)).view(weights.shape)
     found = _ask(judge, call, (hidden, index, weights), named)
     expected = hidden * weights.sum(-1, keepdim=True)
