@@ -31,12 +31,13 @@ def rows(shared):
 
 @pytest.mark.parametrize("budget, bound", [(3, 0.68), (4, 0.68), (5, 0.80), (6, 0.82)])
 def test_dpa_against_uniform(rows, budget, bound):
-    """Measured .59, .59, .69, .74."""
+    """Measured .593, .617, .679, .703."""
     assert rows[budget]["kl_dpa"] <= bound * rows[budget]["kl_uniform"]
 
 
 @pytest.mark.parametrize("budget", [3, 4])
 def test_squared_gate_against_gate(rows, budget):
+    """Measured .828, .830."""
     assert rows[budget]["kl_dpa"] <= 0.90 * rows[budget]["kl_gate_linear"]
 
 
@@ -45,7 +46,7 @@ def test_squared_gate_against_gate(rows, budget):
     [(3, "kl_uniform", 0.055), (4, "kl_uniform", 0.016), (8, "kl_uniform", 5e-4), (3, "kl_dpa", 0.033), (4, "kl_dpa", 0.0095)],
 )
 def test_absolute(rows, budget, column, nats):
-    """The prototype: Uniform .0493, .0138, .00033; DPA .0293, .0084."""
+    """Measured Uniform .0518, .0145, .00032, DPA .0307, .0090; the prototype .0493, .0138, .00033, .0293, .0084."""
     assert rows[budget][column] <= nats
 
 
