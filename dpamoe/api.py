@@ -56,7 +56,7 @@ def transform(
     for site in findings.sites:
         check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), spec, site.path)
     batches = calibrate.calibration_batches(model, calibration, example)
-    _encode_sites(model, findings.sites, spec, batches, keep_original)
+    _encode_sites(model, findings, spec, batches, keep_original)
     model.dpamoe_refused = findings.refused
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
@@ -64,11 +64,18 @@ def transform(
     return model
 
 
-def _encode_sites(model: nn.Module, sites: list[Site], spec: EncodeSpec, batches: Iterable, keep_original: bool) -> None:
+def _encode_sites(model: nn.Module, found: find.Findings, spec: EncodeSpec, batches: Iterable, keep_original: bool) -> None:
     """Profile all sites on one pass over the batches, then encode and swap one after the other."""
-    samples = record(model, sites, track(batches, "calibrate", lambda batch: ""), TOKENS_PER_EXPERT)
-    for site in track(sites, "encode", lambda site: site.path):
-        encoded = encode_site(model.get_submodule(site.path), site, spec, samples.pop(site.path))
+    before = {path: model.get_submodule(path) for path in found.graphs}
+    rewrite.install(model, found.graphs)
+    try:
+        samples = record(model, found.sites, track(batches, "calibrate", lambda batch: ""), TOKENS_PER_EXPERT)
+    except BaseException:
+        rewrite.install(model, before)
+        raise
+    del before
+    for site in track(found.sites, "encode", lambda site: site.path):
+        encoded = encode_site(rewrite.source_of(model, site), site, spec, samples.pop(site.path))
         rewrite.replace(model, encoded, keep_original)
 
 

@@ -1,4 +1,4 @@
-"""Run a model in eval mode and leave every module in the mode it was in."""
+"""Run a model in eval or train mode and leave every module in the mode it was in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,17 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block. Modes are put back module by module: a model may hold parts in train and in eval mode."""
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """One mode inside the block. Modes are put back module by module: a model may hold parts in train and in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before
+
+
+def evaluating(model: nn.Module):
+    """Eval mode inside the block."""
+    return in_mode(model, False)

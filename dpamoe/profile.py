@@ -75,8 +75,8 @@ def record(model: nn.Module, sites: list[Site], batches: Iterable[tuple[tuple, d
     samples = {site.path: Sample(site.experts, limit, site.masked) for site in sites}
     hooks = []
     for site in sites:
-        experts = model.get_submodule(site.path)
-        parent = model.get_submodule(site.path.rpartition(".")[0])
+        experts = model.get_submodule(site.place)
+        parent = model.get_submodule(site.place.rpartition(".")[0])
         latest: list[Tensor] = []
         hooks += [_watch_scores(child, site.experts, latest) for child in parent.children() if child is not experts]
         hooks.append(experts.register_forward_pre_hook(_collector(samples[site.path], latest)))

@@ -55,7 +55,8 @@ class Site:
     matmul. activation: a fused name, or "graph", then program holds it (see `program`). post: the program between an expert's
     output and its gate. parameters: all that the module holds. dtype: of its weights as found. weigh_input: the gate scales
     the expert's input instead of its output. masked: the index comes as a one-hot mask [T, A, E], all zero for a dropped
-    choice. identity: ids of E and above return the input.
+    choice. identity: ids of E and above return the input. block: the path is a block without such a module; a graph takes
+    its place and holds the experts under this name.
     """
 
     path: str
@@ -74,6 +75,12 @@ class Site:
     weigh_input: bool = False
     masked: bool = False
     identity: bool = False
+    block: str = ""
+
+    @property
+    def place(self) -> str:
+        """Path of the encoded experts in a transformed model."""
+        return f"{self.path}.{self.block}" if self.block else self.path
 
     @property
     def weights(self) -> int:

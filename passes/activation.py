@@ -54,7 +54,7 @@ def extract_post(recording: Recording, body: Body, prefix: str) -> fx.GraphModul
         if not mine:
             continue
         foreign = [source for source in node.all_input_nodes if source not in own and not _constant(recording, source)]
-        if foreign or name_of(node) in REDUCTIONS - {"mean", "sum"}:
+        if foreign or name_of(node) in REDUCTIONS - {"mean", "sum"} or _over_rows(node):
             end = mine[0]
             break
         own.add(node)
@@ -63,6 +63,14 @@ def extract_post(recording: Recording, body: Body, prefix: str) -> fx.GraphModul
     ]
     module = _replay([body.down.out], inside, end, prefix)
     return module if any(node.op == "call_function" for node in module.graph.nodes) else None
+
+
+def _over_rows(node: fx.Node) -> bool:
+    """Whether a sum or mean runs over anything but features."""
+    if name_of(node) not in ("mean", "sum"):
+        return False
+    rank, over = value(node.args[0]).dim(), node.args[1] if len(node.args) > 1 else None
+    return over is None or [place % rank for place in ([over] if isinstance(over, int) else over)] != [rank - 1]
 
 
 def _constant(recording: Recording, node: fx.Node) -> bool:
@@ -104,12 +112,15 @@ def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], 
     cast = kind == "_to_copy" and value(node).is_floating_point()
     if isinstance(first, fx.Node) and first in known and (cast or (kind in OF_ROWS and kind != "_to_copy")):
         return known[first]
+    moved = _of_whole_rows(node, kind)
+    if moved is not None and any(source in known for source in moved):
+        return next(known[source] for source in moved if source in known)
 
     def lookup(source: fx.Node) -> fx.Node:
         if source in known:
             return known[source]
         tensor = value(source)
-        if source.op == "get_attr" and source.target.startswith(prefix + "."):
+        if source.op == "get_attr" and (not prefix or source.target.startswith(prefix + ".")):
             name = source.target.removeprefix(prefix + ".")
             held[name] = tensor.detach()
             return graph.get_attr(name)
@@ -136,6 +147,19 @@ def _computable(node: fx.Node, known: dict) -> bool:
         and name_of(node) not in PICKS
         and all(source.op == "get_attr" or source in known or _computable(source, known) for source in inputs)
     )
+
+
+def _of_whole_rows(node: fx.Node, kind: str) -> list[fx.Node] | None:
+    """What a node joins or splits along rows, not features (experts' rows side by side); None for anything else."""
+    if kind == "getitem":
+        split = node.args[0]
+        return [split] if _of_whole_rows(split, name_of(split)) is not None else None
+    if kind not in ("cat", "split", "split_with_sizes") or not node.all_input_nodes:
+        return None
+    place = DIMENSION[kind]
+    first = value(node.all_input_nodes[0])
+    along = node.args[place] if place < len(node.args) else 0
+    return node.all_input_nodes if first.dim() == 2 and along % 2 == 0 else None
 
 
 def _along_features(node: fx.Node, kind: str, args: list) -> list:

@@ -4,7 +4,8 @@ Expert loops depend on the data, so no symbolic tracer sees all of them; a run t
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpamoe.modes import evaluating
+from dpamoe.modes import in_mode
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Call:
 @dataclass
 class Recording:
     """A recorded run. Every node has meta: value (its tensor), module (path), at (position), after (writers it must follow).
+
+    A value shows its last state; with snapshots, meta left is a copy of what an in-place write left.
 
     graph: get_attr nodes are parameters and buffers by name, placeholders the input tensors, calls aten overloads. calls: in
     order of return. output: the result with tensors as nodes. writer: last node that wrote each storage.
@@ -72,15 +75,20 @@ def value(node: fx.Node) -> Any:
     return node.meta["value"]
 
 
+def left(node: fx.Node) -> Any:
+    """What a node held when its own call ended; its last state where no snapshots were kept."""
+    return node.meta.get("left", node.meta["value"])
+
+
 def storage(tensor: Tensor) -> int:
     """Identity of a tensor's storage, valid while the recording keeps it alive."""
     return tensor.untyped_storage()._cdata
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, root: nn.Module, execute: Callable):
+    def __init__(self, root: nn.Module, execute: Callable, snapshots: bool):
         super().__init__()
-        self.execute = execute
+        self.execute, self.snapshots = execute, snapshots
         self.recording = Recording(fx.Graph())
         self.node_of: dict[int, fx.Node] = {}
         self.kept: list[Tensor] = []  # so that no id is used twice
@@ -126,6 +134,8 @@ class _Recorder(TorchDispatchMode):
         for target in _written(func, args, kwargs):
             writer[storage(target)] = node
             self.node_of[id(target)] = node
+            if self.snapshots:
+                node.meta["left"] = target.clone()
         return result
 
 
@@ -141,17 +151,9 @@ def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     return written
 
 
-def _execute(func, args: tuple, kwargs: dict) -> Any:
-    return func(*args, **kwargs)
-
-
-def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None, execute: Callable = _execute) -> Recording:
-    """Run `model` once, in eval mode and without gradients, and return what it computed. The model is unchanged.
-
-    execute: computes one aten call, given op, args and kwargs. Raises what the model raises, the running module as a note.
-    """
-    kwargs, recorder = kwargs or {}, _Recorder(model, execute)
-    recording = recorder.recording
+@contextmanager
+def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Note every call of every submodule inside the block."""
 
     def enter(path: str):
         def hook(module, given, named):
@@ -164,24 +166,48 @@ def record(model: nn.Module, args: tuple = (), kwargs: dict | None = None, execu
     def leave(module, given, named, result):
         call = recorder.open.pop()
         call.stop, call.output = len(recorder.order), tree_map(recorder.lift, result)
-        recording.calls.append(call)
+        recorder.recording.calls.append(call)
 
-    for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor) and id(tensor) not in recorder.node_of:
-            recorder.leaf(tensor, "placeholder", f"input_{len(recorder.order)}")
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(enter(path), with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        with evaluating(model), torch.no_grad(), recorder:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _execute(func, args: tuple, kwargs: dict) -> Any:
+    return func(*args, **kwargs)
+
+
+def record(
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    *,
+    training: bool = False,
+    snapshots: bool = False,
+    execute: Callable = _execute,
+) -> Recording:
+    """Run `model` once, in eval or train mode and without gradients, and return what it computed. The model is unchanged.
+
+    snapshots: keep copies of what in-place writes left. execute: computes one aten call, given op, args and kwargs. Raises
+    whatever the model raises, with the path of the module that was running as a note.
+    """
+    kwargs = kwargs or {}
+    recorder = _Recorder(model, execute, snapshots)
+    for tensor in tree_leaves((args, kwargs)):
+        if isinstance(tensor, Tensor) and id(tensor) not in recorder.node_of:
+            recorder.leaf(tensor, "placeholder", f"input_{len(recorder.order)}")
+    try:
+        with _watched(model, recorder), in_mode(model, training), torch.no_grad(), recorder:
             result = model(*args, **kwargs)
     except Exception as error:
         running = recorder.open[-1].path if recorder.open else ""
         error.add_note(f"while recording module {running or type(model).__name__!r}") if hasattr(error, "add_note") else None
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()
-    recording.output = tree_map(recorder.lift, result)
-    return recording
+    recorder.recording.output = tree_map(recorder.lift, result)
+    return recorder.recording

@@ -8,35 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from dpamoe import program
-from dpamoe.kernels.reference import ACTIVATIONS
-from dpamoe.passes import activation
-from dpamoe.passes.experts import Body, Candidate, Family
+from dpamoe.passes.experts import Body, Candidate
+from dpamoe.passes.function import Function, recover, routed_sum
 from dpamoe.passes.record import Call, Recording, value
-from dpamoe.sites import ExpertLayout, ExpertWeights, Refusal, Site, Stack, gather
+from dpamoe.sites import ExpertWeights, Refusal, Site, gather
 
 TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
-RECORDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # replay of a recorded activation, by its dtype
 THE_MODEL = "the model itself"
 SCALES = (1.0, 30.0, 1000.0)  # inputs are also tried scaled up, so that clamps and soft caps show
-
-
-@dataclass(frozen=True)
-class Function:
-    """What one expert computes, as recovered: post(down(activation(up(x))))."""
-
-    activation: str
-    layout: ExpertLayout
-    program: tuple | None
-    post: tuple | None
-
-    def act(self, parameters: dict[str, Tensor]):
-        """Between the matmuls."""
-        return ACTIVATIONS[self.activation] if self.program is None else program.to_module(self.program, parameters)
-
-    def behind(self, parameters: dict[str, Tensor]):
-        """Behind the last matmul."""
-        return (lambda rows: rows) if self.post is None else program.to_module(self.post, parameters)
 
 
 @dataclass(frozen=True)
@@ -100,23 +79,6 @@ def _boundary(call: Call, experts: int) -> Boundary | None:
     return Boundary(call.path, hidden, index, weights, True) if masked and index.numel() // index[0].numel() == rows else None
 
 
-def layout_of(candidate: Candidate, path: str, order: str) -> ExpertLayout:
-    """The candidate's parameters by their names below `path`."""
-    body = candidate.bodies[0]
-
-    def stack(family: Family, transposed: bool = False) -> Stack:
-        return Stack(tuple(name.removeprefix(path + ".") for name in family.names), transposed)
-
-    biases = [up.bias for up in body.ups]
-    return ExpertLayout(
-        ups=tuple(stack(up.family, up.transposed) for up in body.ups),
-        down=stack(body.down.family, body.down.transposed),
-        up_biases=tuple(stack(bias) for bias in biases) if all(biases) else (),
-        down_bias=None if body.down.bias is None else stack(body.down.bias),
-        order=order,
-    )
-
-
 def owner(candidate: Candidate) -> str:
     """The module that holds all of the candidate's weights."""
     paths = [name.split(".")[:-1] for family in (*candidate.ups, candidate.down) for name in family.names]
@@ -134,18 +96,10 @@ def verify(model: nn.Module, recording: Recording, candidate: Candidate, any_row
         return Refusal(owner(candidate), found)
     if any(parameter.is_meta for parameter in model.get_submodule(found.path).parameters()):
         return Refusal(found.path, "its weights are on the meta device: load them before transforming")
-    body = candidate.bodies[0]
     try:
-        between = activation.extract(body, found.path)
-        behind = activation.extract_post(recording, body, found.path)
-        if not activation.reproduces(between, body, RECORDED.get(value(body.down.data).dtype, 5e-2)):
-            return Refusal(found.path, "what stands between its matmuls could not be replayed")
-        rows = sum(activation.rows_of(up.out).shape[1] for up in body.ups)
-        kind, order, steps = activation.classify(between, rows)
-        post = None if behind is None else program.from_graph(behind.graph)
+        function = recover(recording, candidate, found.path)
     except ValueError as error:
         return Refusal(found.path, str(error))
-    function = Function(kind, layout_of(candidate, found.path, order), steps, post)
     return _compare(model.get_submodule(found.path), found, candidate, function, any_rows)
 
 
@@ -223,17 +177,9 @@ def _spare_experts(judge: nn.Module, call: Boundary, candidate: Candidate) -> bo
 
 def error_of(weights: ExpertWeights, act, post, probe: tuple, expected: Tensor | None, weigh_input: bool) -> float:
     """Largest difference from what is expected, relative to its largest entry; infinite where nothing can be told."""
-    hidden, index, gates = probe
-    result = torch.zeros(hidden.shape[0], weights.down.shape[1], device=hidden.device)
+    result = routed_sum(weights, act, post, *probe, weigh_input)
     if expected is None or expected.shape != result.shape:
         return math.inf
-    for slot in range(index.shape[1]):
-        ids, gate = index[:, slot].long(), gates[:, slot, None]
-        inner = torch.einsum("th,tuh->tu", hidden * gate if weigh_input else hidden, weights.up[ids])
-        inner = inner if weights.up_bias is None else inner + weights.up_bias[ids]
-        rows = torch.einsum("ti,toi->to", act(inner), weights.down[ids])
-        rows = post(rows if weights.down_bias is None else rows + weights.down_bias[ids])
-        result += rows if weigh_input else gate * rows
     size = float(expected.abs().max())
     error = float((result - expected).abs().max()) / size if size > 0 else math.nan
     return error if math.isfinite(error) else math.inf

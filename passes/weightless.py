@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpamoe.passes import activation
 from dpamoe.passes.experts import Candidate, find_candidates
+from dpamoe.passes.function import layout_of
 from dpamoe.passes.record import Recording, record
-from dpamoe.passes.verify import boundary, layout_of, owner
+from dpamoe.passes.verify import boundary, owner
 from dpamoe.sites import ExpertLayout
 
 aten = torch.ops.aten
@@ -108,4 +109,4 @@ def _sketch(model: nn.Module, recording: Recording, candidate: Candidate) -> Ske
     top_k = None if isinstance(found, str) else found.top_k
     counted = parameters if isinstance(found, str) else model.get_submodule(path).parameters()
     total = sum(parameter.numel() for parameter in counted)
-    return Sketch(path, candidate.down.experts, top_k, *widths, kind, layout_of(candidate, path, order), total, dtype, reason)
+    return Sketch(path, candidate.down.experts, top_k, *widths, kind, layout_of(body, path, order), total, dtype, reason)
