@@ -40,16 +40,29 @@ def transform(
     stay as they are. A model that is already transformed only gets the budget.
 
     Raises ValueError if there are no routed experts, weights are not finite, or the budget or group size does not fit;
-    TypeError if example_inputs are needed. The model is unchanged then.
+    TypeError if example_inputs are needed. The model is unchanged then. Interrupted while it encodes, it leaves some sites
+    encoded and cannot be saved: call it again to finish.
     """
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("the model is wrapped by torch.compile: transform the model itself, then compile it")
     held = encoded_experts(model)
     if held:
         _check_same_spec(held, spec)
-        set_budget(model, budget)
-        return model
+        if keep_original and not all(experts.original for experts in held.values()):
+            raise ValueError("the model is already encoded and its originals were not kept: load it again to keep them")
+        if not getattr(model, "dpamoe_unfinished", False):
+            set_budget(model, budget)
+            return model
     spec = spec or EncodeSpec()
     check_budget(budget, spec.k_min, spec.k_max)
-    example = calibrate.example_batch(model, example_inputs)
+    with torch.inference_mode(False):
+        _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original)
+    set_budget(model, budget)
+    return model
+
+
+def _encode(model: nn.Module, spec: EncodeSpec, example: calibrate.Batch, calibration, keep_original: bool) -> None:
+    """Find, check, profile and encode all sites that are not encoded yet."""
     findings = find.find_sites(model, *example)
     if not findings.sites:
         raise ValueError(_no_sites(model, findings.refused))
@@ -57,11 +70,9 @@ def transform(
         check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), spec, site.path)
     batches = calibrate.calibration_batches(model, calibration, example)
     _encode_sites(model, findings, spec, batches, keep_original)
-    model.dpamoe_refused = findings.refused
+    model.dpamoe_refused, model.dpamoe_unfinished = findings.refused, False
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
-    set_budget(model, budget)
-    return model
 
 
 def _encode_sites(model: nn.Module, found: find.Findings, spec: EncodeSpec, batches: Iterable, keep_original: bool) -> None:
@@ -74,6 +85,7 @@ def _encode_sites(model: nn.Module, found: find.Findings, spec: EncodeSpec, batc
         rewrite.install(model, before)
         raise
     del before
+    model.dpamoe_unfinished = True
     for site in track(found.sites, "encode", lambda site: site.path):
         encoded = encode_site(rewrite.source_of(model, site), site, spec, samples.pop(site.path))
         rewrite.replace(model, encoded, keep_original)
@@ -129,6 +141,9 @@ def set_budget(model: nn.Module, budget: float) -> None:
 def set_spend(model: nn.Module, **changes) -> None:
     """Change budget, allocation or scope (see `SpendSpec`) of every site. Only a change of budget recompiles nothing."""
     held = _held(model)
+    unknown = changes.keys() - SpendSpec.__dataclass_fields__.keys()
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))} is no setting: use {', '.join(SpendSpec.__dataclass_fields__)}")
     for experts in held.values():
         fields = {**asdict(experts.spend), **changes}
         check_budget(fields["budget"], experts.spec.k_min, int(experts.k_max))
@@ -155,6 +170,7 @@ class Report:
 
     sites: int
     experts: int
+    experts_found: int
     budget: float
     encoded_bytes: int
     original_bytes: int
@@ -169,7 +185,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"routed experts encoded: {self.experts} of {self.experts} in {self.sites} sites, "
+            f"routed experts encoded: {self.experts} of {self.experts_found} in {self.sites} sites, "
             f"{self.expert_share:.1%} of all parameters",
             f"expert weights: {self.encoded_bytes:,} bytes held, {self.original_bytes:,} before; "
             f"{self.bits_per_weight:.3f} bits per weight read at budget {self.budget:g}",
@@ -186,16 +202,19 @@ def report(model: nn.Module) -> Report:
     others = sum(parameter.numel() for parameter in model.parameters())
     original = sum(e.site.weights * getattr(torch, e.site.dtype).itemsize for e in held.values())
     first = next(iter(held.values()))
+    encoded = sum(experts.site.experts for experts in held.values())
+    refused = getattr(model, "dpamoe_refused", [])
     return Report(
         sites=len(held),
-        experts=sum(experts.site.experts for experts in held.values()),
+        experts=encoded,
+        experts_found=encoded + sum(refusal.experts for refusal in refused),
         budget=first.spend.budget,
         encoded_bytes=sum(experts.encoded_bytes() for experts in held.values()),
         original_bytes=original,
         bits_per_weight=bits_per_weight(model, first.spend.budget),
         expert_share=weights / (weights + others),
         unreached={path: experts.unreached for path, experts in held.items() if experts.unreached},
-        refused={refusal.path: refusal.reason for refusal in getattr(model, "dpamoe_refused", [])},
+        refused={refusal.path: refusal.reason for refusal in refused},
     )
 
 

@@ -2,7 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def as_batch(model: nn.Module, inputs: tuple | dict | Tensor) -> Batch:
     """One item of an iterable as (args, kwargs): a tuple is positional, a dict is keywords, a tensor the only input."""
     if isinstance(inputs, Tensor):
         return ((), {"input_ids": inputs.view(-1, inputs.shape[-1])}) if is_language_model(model) else ((inputs,), {})
-    if isinstance(inputs, dict) or hasattr(inputs, "keys"):
+    if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
@@ -55,7 +56,7 @@ def as_batch(model: nn.Module, inputs: tuple | dict | Tensor) -> Batch:
 
 
 def calibration_batches(model: nn.Module, calibration, example: Batch, length: int = LENGTH) -> Iterable[Batch]:
-    """Turn `calibration` (text, token ids, an iterable of inputs, or None) into batches for the residual profile.
+    """Turn `calibration` into batches for the residual profile: text, texts, a Path to one, token ids, inputs, or None.
 
     None: a language model writes its own text; any other module is measured on its example inputs, with a warning.
     Raises ValueError for empty text or no inputs.
@@ -65,17 +66,39 @@ def calibration_batches(model: nn.Module, calibration, example: Batch, length: i
             return own_text(model)
         warnings.warn("no calibration data: residuals are measured on the example inputs alone", stacklevel=3)
         return [example]
+    if isinstance(calibration, Path):
+        calibration = texts.read_text(calibration)
+    if isinstance(calibration, Mapping):
+        return [as_batch(model, calibration)]
+    if not isinstance(calibration, str | Tensor):
+        calibration = _joined(list(calibration))
     if isinstance(calibration, str):
         ids = texts.token_ids(texts.load_tokenizer(getattr(model, "name_or_path", "")), calibration)
         return id_batches(model, ids, length)
     if isinstance(calibration, Tensor):
-        if calibration.is_floating_point():
-            return [as_batch(model, calibration)]
-        return id_batches(model, calibration.flatten(), length)
-    found = [as_batch(model, item) for item in calibration]
-    if not found:
+        return _tensor_batches(model, calibration, length)
+    return [as_batch(model, item) for item in calibration]
+
+
+def _joined(items: list) -> str | Tensor | list:
+    """Texts as one text of several documents, token ids or lists of them as one tensor, anything else as it is."""
+    if not items:
         raise ValueError("calibration is an empty iterable: give at least one input, or None")
-    return found
+    if all(isinstance(item, str) for item in items):
+        return "\n\n".join(items)
+    if all(isinstance(item, list) and item and all(isinstance(token, int) for token in item) for item in items):
+        items = [token for item in items for token in item]
+    if all(isinstance(item, int) for item in items):
+        return torch.tensor(items)
+    return items
+
+
+def _tensor_batches(model: nn.Module, tensor: Tensor, length: int) -> list[Batch]:
+    if not is_language_model(model):
+        return [as_batch(model, tensor)]
+    if tensor.is_floating_point():
+        raise TypeError("calibration is a float tensor, and this language model takes token ids: give integers")
+    return id_batches(model, tensor.flatten(), length)
 
 
 def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int = SAMPLES) -> list[Batch]:

@@ -29,6 +29,7 @@ from dpamoe.spec import EncodeSpec
 FORMAT_VERSION = 1
 INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
+MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
 
 
@@ -65,16 +66,18 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     ValueError if `out` exists. A leftover out.partial of an earlier, broken run is replaced.
     """
     check_new(out)
-    partial = out.with_name(out.name + ".partial")
+    partial = _partial(out)
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+    (partial / MARKER).touch()
     index: dict[str, dict] = {"metadata": {"format": "dpamoe", "version": FORMAT_VERSION}, "weight_map": {}, "files": {}}
     for group, tensors in tensor_groups(model).items():
         _write_group(partial, group, tensors, index)
     _write_json(partial / "config.json", config)
     extra(partial)
     _write_json(partial / INDEX, index)
+    (partial / MARKER).unlink()
     for file in sorted(partial.rglob("*")):
         _sync(file)
     _sync(partial)
@@ -88,6 +91,16 @@ def check_new(out: Path) -> None:
         raise ValueError(f"output folder {out} exists: choose another name, or delete it first")
     if not out.parent.is_dir():
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, does not exist: make it first")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"folder {out.parent}, which should hold {out.name}, cannot be written to: choose another place")
+    partial = _partial(out)
+    if partial.exists() and not (partial / MARKER).is_file():
+        raise ValueError(f"{partial} is in the way and not from a broken conversion: move it, or choose another name")
+
+
+def _partial(out: Path) -> Path:
+    """Where a folder is written before it gets its name."""
+    return out.with_name(out.name + ".partial")
 
 
 def _write_group(folder: Path, group: str, tensors: dict[str, Tensor], index: dict) -> None:
@@ -189,11 +202,23 @@ def read_index(folder: str | Path, k_max: int | None = None, without_residuals: 
     index = _read_json(file)
     if not {"weight_map", "files"} <= index.keys():
         raise ValueError(f"{file} lacks weight_map or files: copy it again, or convert the model again")
+    missing = expected_tensors(settings) - index["weight_map"].keys()
+    if missing:
+        raise ValueError(f"{file} lacks {len(missing)} tensors, such as {min(missing)}: convert the model again")
     dropped = tuple(f"model-plane-{c}-" for c in range(k_max or held, held)) + ((RESIDUALS,) if without_residuals else ())
     needed = {name: f for name, f in index["weight_map"].items() if not f.startswith(dropped)}
     for name in sorted(set(needed.values())):
         _check_file(folder / name, index["files"].get(name))
     return settings, needed
+
+
+def expected_tensors(settings: dict) -> set[str]:
+    """Names of all encoded tensors that a checkpoint with this quantization_config must hold."""
+    kinds = [f"plane.{c}" for c in range(settings["k_max"])] + ["offset"]
+    shared = [f"scale.{c}" for c in range(settings["k_max"])]
+    kinds += ["scale", "unit"] if settings["scale_mode"] == "tied" else shared
+    names = [f"{weight}.{kind}" for weight in ("gate_up_proj", "down_proj") for kind in kinds] + ["residuals"]
+    return {f"{site['path']}.{name}" for site in settings["sites"] for name in names}
 
 
 def _check_file(file: Path, expected: int | None) -> None:
@@ -207,22 +232,30 @@ def _check_file(file: Path, expected: int | None) -> None:
     check_header(file)
 
 
-def check_header(file: Path) -> None:
-    """Raise ValueError, with both sizes, unless a safetensors file is as long as its header says."""
+def encoded_bytes(folder: str | Path, settings: dict, planes: int) -> int:
+    """Bytes of planes, scales and offsets that a model with `planes` planes reads from an encoded folder."""
+    index = _read_json(Path(folder) / INDEX)
+    wanted = {n for n in expected_tensors({**settings, "k_max": planes}) if not n.endswith(".residuals")}
+    files = {index["weight_map"][name] for name in wanted}
+    sizes = {name: size for file in files for name, (_, size) in check_header(Path(folder) / file).items()}
+    return sum(sizes[name] for name in wanted)
+
+
+def check_header(file: Path) -> dict[str, tuple[str, int]]:
+    """Dtype and bytes of each tensor in a safetensors file; ValueError, with both sizes, unless it is as long as it says."""
     found = file.stat().st_size
     with file.open("rb") as handle:
         header = int.from_bytes(handle.read(8), "little")
         try:
             entries = json.loads(handle.read(min(header, found)))
-            end = (
-                8
-                + header
-                + max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-            )
+            entries.pop("__metadata__", None)
+            end = 8 + header + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            held = {name: (entry["dtype"], int.__sub__(*entry["data_offsets"][::-1])) for name, entry in entries.items()}
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} has no readable safetensors header: copy it again") from error
     if end != found:
         raise ValueError(f"{file} has {found} bytes, its header describes {end}: it is truncated or padded, copy it again")
+    return held
 
 
 def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
@@ -272,7 +305,10 @@ def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes
     held = {}
     for name in names:
         tensors_of = "act" if name in program.parameters_of(site.program) else "post"
-        held[name] = tensors.pop(f"{site.path}.{tensors_of}.{name.replace('.', '_')}")
+        stored = f"{site.path}.{tensors_of}.{name.replace('.', '_')}"
+        if stored not in tensors:
+            raise ValueError(f"tensor {stored} is missing from the checkpoint: convert the model again")
+        held[name] = tensors.pop(stored)
     residuals = take("residuals", (site.experts, settings["k_max"] + 1), (torch.float32,))
     experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals, held)
     experts.unreached = settings.get("unreached", {}).get(site.path, [])

@@ -249,6 +249,7 @@ def _fit_tied(groups: Tensor, valid, unit: Tensor, spec: EncodeSpec) -> tuple[Te
 
     Clips are searched; at each the scale is rounded up to its 8-bit log code and the offset to steps of scale / 96.
     """
+    top, groups, unit = unit, groups / unit[:, None], torch.ones_like(unit)  # so that no square leaves the range of fp32
     low, high = _extremes(groups, valid)
     middle, half = (low + high) / 2, (high - low) / 2
     total = groups.sum(1) if valid is None else (groups * valid).sum(1)
@@ -257,8 +258,9 @@ def _fit_tied(groups: Tensor, valid, unit: Tensor, spec: EncodeSpec) -> tuple[Te
     prefix = _prefix_weights(spec, groups.device)
     # the offset reaches 127 / 96 of the scale, so a nearly constant group takes its scale from its value
     floor = torch.maximum(half, middle.abs() * (TIED_OFFSET_STEPS / 127.0))
-    best = torch.full_like(mean, float("inf"))
-    result: tuple[Tensor, ...] = ()
+    nothing = torch.zeros_like(mean)  # code 0: a row that is dead beside its expert's others
+    best = groups.square().sum(1) if valid is None else (groups * valid).square().sum(1)
+    result: tuple[Tensor, ...] = (nothing, nothing, nothing[:, None] * halves, nothing)
     for clip in TIED_CLIPS:
         wanted = torch.maximum(half * clip, floor.where(half * clip * 127 < middle.abs() * TIED_OFFSET_STEPS, 0.0))
         ratio = (wanted / unit).clamp_min(1e-38)
@@ -275,9 +277,8 @@ def _fit_tied(groups: Tensor, valid, unit: Tensor, spec: EncodeSpec) -> tuple[Te
         better = objective < best
         best = torch.minimum(best, objective)
         found = (code, steps, scale[:, None] * halves, offset)
-        if not result:
-            result = found
         result = tuple(
             torch.where(better.view(-1, *(1,) * (new.dim() - 1)), new, old) for new, old in zip(found, result, strict=True)
         )
-    return result  # type: ignore[return-value]
+    code, steps, scales, offset = result
+    return code, steps, scales * top[:, None], offset * top

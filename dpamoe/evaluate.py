@@ -33,8 +33,8 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood."""
-        return math.exp(self.nll)
+        """exp of the mean negative log-likelihood, at most e^700."""
+        return math.exp(min(self.nll, 700.0))
 
 
 class ReferenceLogits:
@@ -47,6 +47,8 @@ class ReferenceLogits:
         total = count = 0.0
         for ids, logits in _run(model, track(self.windows, "reference", _shape)):
             log_p = logits.log_softmax(-1)
+            if not bool(torch.isfinite(log_p).all()):
+                raise ValueError("the full-precision model gives outputs that are not finite: repair the checkpoint first")
             total, count = total + _nll(log_p, ids), count + log_p.shape[0]
             self._blocks.append((self._file.tell(), tuple(log_p.shape)))
             self._file.write(log_p.cpu().numpy().tobytes())

@@ -1,5 +1,7 @@
 """The modules that stand in a transformed model: encoded experts behind an untouched router."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,7 @@ import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
 from dpamoe import program
 from dpamoe.allocate import allocation_gates, allocation_table
 from dpamoe.kernels.layout import EncodedWeight
+from dpamoe.kernels.reference import ACTIVATIONS
 from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
 
@@ -64,7 +67,8 @@ class EncodedExperts(nn.Module):
         device = residuals.device
         self.site, self.spec, self.original = site, spec, []
         self.unreached: list[int] = []
-        self.act, self.post = program.activation(site, parameters), program.after(site, parameters)
+        self.act = None if site.program is None else program.to_module(site.program, parameters)
+        self.post = program.after(site, parameters)
         self.gate_up_proj, self.down_proj = EncodedTensor(up), EncodedTensor(down)
         self.register_buffer("up_bias", up_bias)
         self.register_buffer("down_bias", down_bias)
@@ -109,6 +113,11 @@ class EncodedExperts(nn.Module):
             result = result + (kept * rows).to(result.dtype)
         return result.view(*hidden_states.shape[:-1], result.shape[-1])
 
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """What stands between the matmuls, from [N, U] to [N, I]."""
+        return ACTIVATIONS[self.site.activation] if self.act is None else self.act
+
     def _fused(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
         return torch.ops.dpamoe.expert_ffn(
@@ -123,7 +132,7 @@ class EncodedExperts(nn.Module):
         gates = weights.float().masked_fill((index < 0) | (index >= self.site.experts), 0.0)[..., None]
         x = rows.float()[:, None] * gates if self.site.weigh_input else rows.float()
         inner = self._matmul(x, index, chunks, self.gate_up_proj.weight, self.up_bias)
-        inner = self.act(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
+        inner = self.activation(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
         result = self._matmul(inner, index, chunks, self.down_proj.weight, self.down_bias)
         if self.post is not None:
             result = self.post(result.flatten(0, 1)).view(result.shape)

@@ -10,13 +10,15 @@ STYLES = {
 
 
 def check_folder(file: Path) -> None:
-    """Raise ValueError if the folder that a picture should go to does not exist."""
+    """Raise ValueError unless a picture can be written there: its folder exists, and its name ends in .png."""
+    if file.suffix.lower() != ".png" or file.is_dir():
+        raise ValueError(f"the picture {file} must be a file whose name ends in .png")
     if not file.absolute().parent.is_dir():
         raise ValueError(f"folder {file.absolute().parent} for the picture does not exist: make it first")
 
 
 def frontier(outcome: dict, file: Path) -> Path:
-    """Draw the rows of an evaluation and write a PNG; returns its path. Raises ValueError if the folder does not exist."""
+    """Draw the rows of an evaluation and write a PNG; returns its path. Raises ValueError as `check_folder` does."""
     check_folder(file)
     import matplotlib
 

@@ -121,24 +121,24 @@ def residual_table(
 ) -> tuple[Tensor, list[int]]:
     """Measure a site: fp64 [E, C + 1], column k the mean squared output error with k planes, column 0 the output itself.
 
-    Also returns the experts that no token reached; they get a weight-only estimate scaled to the layer. Raw: the caller
+    Also returns the experts that no token reached; those were measured on the tokens their router scored highest, or, without
+    scores, got a weight-only estimate scaled to the layer. Raw: the caller
     projects it (`allocate.project`). act, post: what an expert does between its matmuls and behind them.
     """
     experts, planes = weights.up.shape[0], len(up.planes)
     table = torch.full((experts, planes + 1), float("nan"), dtype=torch.float64)
     proxy = torch.empty(experts, planes + 1, dtype=torch.float64)
     for expert in range(experts):
-        proxy[expert] = _weight_error(weights.up, up, expert) + _weight_error(weights.down, down, expert)
+        proxy[expert] = weight_error(weights.up, up, expert) + weight_error(weights.down, down, expert)
         rows = sample.inputs(expert)
         if rows is not None:
             table[expert] = _output_error(weights, up, down, act, post, expert, rows.float())
-    unreached = torch.nonzero(table[:, 0].isnan()).flatten().tolist()
     reached = ~table[:, 0].isnan()
     scale = torch.ones(planes + 1, dtype=torch.float64)
     if bool(reached.any()):
         scale = (table[reached] / proxy[reached].clamp_min(1e-30)).median(0).values
     table[~reached] = proxy[~reached] * scale
-    return table, unreached
+    return table, [expert for expert, count in enumerate(sample.counts) if count == 0 or not bool(reached[expert])]
 
 
 def _output_error(weights: ExpertWeights, up, down, act: Callable, post: Callable | None, expert: int, rows: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _output_error(weights: ExpertWeights, up, down, act: Callable, post: Callabl
     return torch.stack(errors).cpu()
 
 
-def _weight_error(weight: Tensor, encoded: EncodedWeight, expert: int) -> Tensor:
+def weight_error(weight: Tensor, encoded: EncodedWeight, expert: int) -> Tensor:
     """Relative squared error of one expert's weight, k = 0 … C (1 with no planes); fp64 [C + 1]."""
     dense = weight[expert].float()
     size = dense.double().square().sum().clamp_min(1e-30)

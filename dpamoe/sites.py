@@ -100,10 +100,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A module that looks like experts but was left untouched, and why."""
+    """A module that looks like experts but was left untouched, and why; experts: how many it holds, as far as known."""
 
     path: str
     reason: str
+    experts: int = 0
 
 
 @dataclass(frozen=True)

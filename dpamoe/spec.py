@@ -13,7 +13,8 @@ class EncodeSpec:
     """How to encode (DPA-MoE, section 3.1).
 
     group_size: weights that share their scales, along the input dimension; -1 means the whole row. k_min, k_max: the
-    prefixes that decode. scale_mode: "shared" (one fp16 scale per plane and group) or "tied" (one 8-bit scale per group).
+    prefixes that decode. scale_mode: "shared" (one fp16 scale per plane and group) or "tied" (one 8-bit scale per group; on
+    weights of a few distinct values more planes may then be worse).
     beta: weight of a prefix in the fit grows by this factor with each plane; 1.25 favours few planes, 4 many. iterations:
     rounds of least squares and code assignment.
     """
@@ -62,6 +63,8 @@ class SpendSpec:
 
 def check_budget(budget: float, k_min: int, k_max: int) -> float:
     """Return a budget that lies in [k_min, k_max]; raise ValueError, with the range, for any other."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise TypeError(f"budget is {budget!r}: give a number of planes, {k_min} to {k_max}")
     if not k_min <= budget <= k_max:
         raise ValueError(
             f"budget is {budget} planes per expert, this model can spend {k_min} to {k_max}: choose a value in that range"

@@ -1,5 +1,6 @@
 """Save a transformed model as a folder, load it again, refresh its residual table."""
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -11,15 +12,19 @@ from dpamoe import calibration as calibrate
 from dpamoe import checkpoint
 from dpamoe.allocate import project
 from dpamoe.api import report, set_budget, warn_clamped
+from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.modules import encoded_experts
-from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table
+from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table, weight_error
 from dpamoe.progress import track
-from dpamoe.sites import Site, gather
+from dpamoe.sites import ExpertWeights, Site, gather
 from dpamoe.spec import check_budget
 
+logger = logging.getLogger("dpamoe")
 # Files of a source folder that are weights or are written anew; everything else (tokenizer, chat template, code) is copied.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".h5", ".msgpack", ".onnx")
 WRITTEN_ANEW = ("config.json", "generation_config.json", "README.md")
+
+OTHER_MODEL = 0.2  # relative squared error that even two planes of the right weights stay under
 
 CARD = """---
 library_name: dpamoe
@@ -53,6 +58,8 @@ def save(model: nn.Module, out: str | Path) -> Path:
         raise ValueError(
             f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
         )
+    if getattr(model, "dpamoe_unfinished", False):
+        raise ValueError("the model is encoded in part, since transform was interrupted: call dpamoe.transform again first")
     blocks = [experts.site.path for experts in held.values() if experts.site.block]
     if blocks:
         raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
@@ -176,7 +183,8 @@ def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None)
         encoded = checkpoint.build_experts(site, settings, tensors, settings["k_max"])
         weights = gather(original.get_submodule(site.path), site.layout, site.experts)
         up, down = encoded.gate_up_proj.weight, encoded.down_proj.weight
-        table, missing = residual_table(weights, up, down, encoded.act, samples.pop(site.path), encoded.post)
+        _check_same_weights(weights, up, site.path, folder)
+        table, missing = residual_table(weights, up, down, encoded.activation, samples.pop(site.path), encoded.post)
         tables[f"{site.path}.residuals"] = project(table, settings["k_min"])
         if missing:
             unreached[site.path] = missing
@@ -191,6 +199,16 @@ def _check_same_site(model: nn.Module, site: Site, folder: Path) -> None:
         shape = None
     if shape != (site.experts, site.up_rows, site.hidden):
         raise ValueError(f"the reference model has no experts like {site.path} of {folder}: give the model it was made from")
+
+
+def _check_same_weights(weights: ExpertWeights, up: EncodedWeight, path: str, folder: Path) -> None:
+    """ValueError if an encoded weight is far from the reference model's: shapes alone cannot tell two models apart."""
+    error = float(weight_error(weights.up, up, 0)[-1])
+    if not error <= OTHER_MODEL:
+        raise ValueError(
+            f"{path} of the reference model is not what {folder} was made from (relative squared error {error:.2g} at "
+            f"{len(up.planes)} planes): give the original with --reference"
+        )
 
 
 def reference_of(folder: str | Path, wanted: str | None) -> Path:
@@ -211,10 +229,17 @@ def _recorded_source(folder: str | Path, settings: dict) -> Path | None:
 
 
 def check_original(folder: str | Path) -> None:
-    """Raise ValueError unless a folder has a config and every safetensors file is as long as its header says."""
-    checkpoint.read_config(folder)
+    """Raise ValueError unless a folder has a config, plain weights, and files as long as their headers say."""
+    method = (checkpoint.read_config(folder).get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise ValueError(f"{folder} is quantized with {method}: give the model with plain bf16, fp16 or fp32 weights")
     for file in sorted(Path(folder).glob("*.safetensors")):
-        checkpoint.check_header(file)
+        for name, (dtype, _) in checkpoint.check_header(file).items():
+            if dtype.startswith(("F8", "F4", "F6")):
+                raise ValueError(
+                    f"{file} holds {name} as {dtype}, which means nothing without its scales: give the model with plain "
+                    "bf16, fp16 or fp32 weights"
+                )
 
 
 def load_original(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
@@ -229,4 +254,7 @@ def load_original(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.M
     missing = sorted(loading["missing_keys"])
     if missing:  # transformers only warns, and fills them with noise
         raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, such as {missing[0]}: copy it again")
+    if loading["unexpected_keys"]:
+        names = sorted(loading["unexpected_keys"])
+        logger.warning("%s holds %d tensors that the model does not use, such as %s", folder, len(names), names[0])
     return model.eval()

@@ -1,10 +1,14 @@
 """Text to token windows: reading files, finding the tokenizer, cutting windows that start with the begin token."""
 
+import logging
 import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("dpamoe")
+FEW_TOKENS = 256
 
 
 def read_text(path: str | Path) -> str:
@@ -28,7 +32,10 @@ def load_tokenizer(model_dir: str | Path):
     if not str(model_dir):
         raise ValueError("the model does not say which folder it came from, so its tokenizer is unknown: give token ids")
     try:
-        return AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        if len(tokenizer) == 0:
+            raise ValueError("it has no vocabulary")
+        return tokenizer
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"no tokenizer could be loaded from {model_dir}: give token ids instead of text ({error})") from error
 
@@ -61,7 +68,11 @@ def windows(ids: Tensor, length: int, bos: int | None, max_tokens: int | None = 
     parts = [part for part in ids.split(step) if bos is not None or part.numel() > 1]
     if ids.numel() < 2 or not parts:
         raise ValueError(f"the text has {ids.numel()} tokens: give at least 2, better a few thousand")
-    return parts if bos is None else [torch.cat([torch.tensor([bos]), part]) for part in parts]
+    if ids.numel() < FEW_TOKENS:
+        logger.warning("the text has only %d tokens: figures from so few say little", ids.numel())
+    if bos is None:
+        return list(parts)
+    return [part if int(part[0]) == bos else torch.cat([torch.tensor([bos]), part]) for part in parts]
 
 
 def batches(parts: list[Tensor], size: int) -> list[Tensor]:

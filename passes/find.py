@@ -1,6 +1,6 @@
 """Find the routed experts of a model: record one run, match by dataflow, verify by value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
@@ -48,6 +48,8 @@ def _findings(model: nn.Module, recording: Recording, any_rows: bool) -> Finding
         if isinstance(outcome, Block) and any(_overlap(site, outcome.site) for site in findings.sites):
             outcome = Refusal(outcome.site.path, "it holds other experts that are a site already: one is the most")
         site = outcome.site if isinstance(outcome, Block) else outcome
+        if isinstance(site, Refusal):
+            site = replace(site, experts=candidate.down.experts)
         known = findings.refused if isinstance(site, Refusal) else findings.sites
         if any(site.path == other.path for other in known):
             continue
@@ -91,7 +93,7 @@ def _unmatched(model: nn.Module, recording: Recording, known: set[str]) -> list[
             continue
         reached = path in called
         reason = "no two matmuls by its weights stand behind each other as in an expert" if reached else NEVER_REACHED
-        refused.append(Refusal(path, reason))
+        refused.append(Refusal(path, reason, lengths[0]))
     return refused
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import weakref
 
 import pytest
@@ -166,14 +167,57 @@ def test_a_second_transform_changes_only_the_budget(transformed):
     held = encoded_experts(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert dpamoe.transform(model, 3.5) is model
-    assert dpamoe.transform(model, 3.5, spec=SPEC, keep_original=True) is model
+    assert dpamoe.transform(model, 3.5, spec=SPEC) is model
     assert encoded_experts(model) == held and dpamoe.report(model).budget == 3.5
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="already encoded with .*group_size=32"):
         dpamoe.transform(model, 3.0, spec=dpamoe.EncodeSpec(group_size=64))
+    with pytest.raises(ValueError, match="originals were not kept"):
+        dpamoe.transform(model, 3.0, keep_original=True)
     with pytest.raises(ValueError, match="budget is 9"):
         dpamoe.transform(model, 9)
     assert dpamoe.report(model).budget == 3.5
+
+
+def test_an_interrupted_transform_is_not_a_success_and_can_be_finished(random_model, random_ids, monkeypatch, tmp_path):
+    model, done = random_model("qwen3_moe"), []
+    right = api.encode_site
+
+    def stop_at_the_second(*args):
+        if done:
+            raise KeyboardInterrupt
+        done.append(args)
+        return right(*args)
+
+    monkeypatch.setattr(api, "encode_site", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC)
+    with pytest.raises(ValueError, match="encoded in part"):
+        dpamoe.save(model, tmp_path / "half")
+    monkeypatch.setattr(api, "encode_site", right)
+    dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC)
+    assert dpamoe.report(model).sites == 2
+    dpamoe.save(model, tmp_path / "whole")
+
+
+def test_transform_inside_inference_mode_is_usable_outside(random_model, random_ids):
+    model = random_model("olmoe")
+    with torch.inference_mode():
+        dpamoe.transform(model, calibration=random_ids(4, 50), spec=SPEC)
+    model(random_ids(1, 5))
+    dpamoe.set_budget(model, 3)
+    assert dpamoe.stats(model, reset=True)["pairs"] > 0
+
+
+def test_a_transformed_model_can_be_pickled(transformed, random_ids):
+    _, model = transformed("qwen3_moe")
+    again, ids = pickle.loads(pickle.dumps(model)), random_ids(1, 9)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_compiled_model_is_refused_with_what_to_do(random_model):
+    with pytest.raises(TypeError, match="transform the model itself, then compile it"):
+        dpamoe.transform(torch.compile(random_model("olmoe"), backend="eager"))
 
 
 def test_transform_returns_the_model_itself_with_the_default_budget(random_model, random_ids):
@@ -390,7 +434,7 @@ def test_weights_that_are_not_finite_name_the_tensor(random_model, random_ids, n
         ({"calibration": []}, ValueError, "empty iterable"),
         ({"calibration": torch.zeros(0).long()}, ValueError, "no token ids"),
         ({"calibration": torch.tensor([5, 128, 7])}, ValueError, "5 to 128, the model knows 0 to 127"),
-        ({"calibration": [3, 4, 5]}, TypeError, "inputs are int"),
+        ({"calibration": [3.5, 4, 5]}, TypeError, "inputs are float"),
         ({"calibration": [{"input_ids": torch.zeros(1, 4)}]}, (RuntimeError, TypeError), None),  # the model's own error
     ],
 )

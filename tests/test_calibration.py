@@ -98,7 +98,7 @@ def test_text_needs_a_tokenizer_and_uses_it(tiny_model, random_model, tiny_dir):
     (row,) = ids_of(calibration.calibration_batches(tiny_model(), written, ((), {})))
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     first, second = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in written.split("\n\n"))
-    assert row == [1, 1, *first, 2, 1, *second, 2]
+    assert row == [1, *first, 2, 1, *second, 2]
     with pytest.raises(ValueError, match="give token ids"):
         calibration.calibration_batches(random_model("qwen3_moe"), written, ((), {}))
 

@@ -24,12 +24,10 @@ from dpamoe.sites import ExpertWeights, Site, scatter
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MARKS = ("<!-- table: families -->", "<!-- end: families -->")
-AT_LEAST = 74
+AT_LEAST = 76
 # model type: part of the reason why its block is refused today
 REFUSED = {
     "doge": "hidden [T, H], index [T, A] and weights [T, A]",
-    "jetmoe": "hidden [T, H], index [T, A] and weights [T, A]",
-    "llama4": "hidden [T, H], index [T, A] and weights [T, A]",
     "nllb_moe": "it looks dense",
 }
 EXPERTS, ACTIVE, HIDDEN, INNER, LATENT = 8, 2, 32, 24, 16
@@ -54,7 +52,13 @@ SMALL = {
 }  # fmt: skip
 EMPTY = (1, 0)
 SIZES = [EMPTY, (1, 1), (1, 7), (1, 64), (3, 5)]  # batch and length; transformed with (2, 24)
-NAMES = {"graph": "other, kept as a graph", "silu_mul": "silu(gate) · up", "swigluoai": "clamped swiglu", "relu2": "relu²"}
+NAMES = {
+    "graph": "other, kept as a graph",
+    "silu_mul": "silu(gate) · up",
+    "gelu_tanh_mul": "gelu(gate) · up",
+    "swigluoai": "clamped swiglu",
+    "relu2": "relu²",
+}
 # Settings that a config leaves at None unless its model is a mixture.
 UNSET = {
     "n_group", "topk_group", "moe_intermediate_size", "num_experts_per_tok", "n_routed_experts", "num_local_experts",
@@ -230,9 +234,13 @@ def walked(block: Block, dtype: torch.dtype) -> tuple[Parent, Parent, str]:
 def write_back(original: nn.Module, model: nn.Module) -> nn.Module:
     """A copy of `original` with the weights that `model` decodes from all its planes."""
     twin = copy.deepcopy(original)
-    for path, encoded in encoded_experts(model).items():
+    for encoded in encoded_experts(model).values():
         up, down = (decode(part.weight, len(part.weight.planes)) for part in (encoded.gate_up_proj, encoded.down_proj))
-        scatter(ExpertWeights(up, down, encoded.up_bias, encoded.down_bias), twin.get_submodule(path), encoded.site.layout)
+        scatter(
+            ExpertWeights(up, down, encoded.up_bias, encoded.down_bias),
+            twin.get_submodule(encoded.site.path),
+            encoded.site.layout,
+        )
     return twin
 
 
@@ -289,6 +297,7 @@ def stored(site: Site) -> str:
     words += ["index as a mask"] if site.masked else []
     words += ["identity experts"] if site.identity else []
     words += ["gate on the input"] if site.weigh_input else []
+    words += ["no module of their own"] if site.block else []
     words += ["norm behind the experts"] if site.post else []
     return ", ".join(words)
 

@@ -434,4 +434,4 @@ def test_a_layer_that_the_example_never_runs_is_listed():
     model.forward = lambda hidden: model.body(hidden)
     findings = found_in(model)
     assert [site.path for site in findings.sites] == ["body.experts"]
-    assert findings.refused == [Refusal("spare.experts", "the example inputs never reached it")]
+    assert findings.refused == [Refusal("spare.experts", "the example inputs never reached it", EXPERTS)]

@@ -42,7 +42,7 @@ def run(args) -> dict:
 def show(outcome: dict) -> str:
     """What was encoded, and where it is."""
     lines = [
-        f"routed experts encoded: {outcome['experts']} of {outcome['experts']} in {outcome['sites']} sites, "
+        f"routed experts encoded: {outcome['experts']} of {outcome['experts_found']} in {outcome['sites']} sites, "
         f"{outcome['expert_share']:.1%} of all parameters",
         f"expert weights: {outcome['encoded_bytes']:,} bytes encoded, {outcome['original_bytes']:,} before",
         f"wrote {outcome['output_dir']}: {outcome['bytes']:,} bytes",

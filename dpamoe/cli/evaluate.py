@@ -38,6 +38,8 @@ def run(args) -> dict:
     spec = _held_spec(args) if encoded else options.encode_spec(args)
     for budget in args.budgets:
         check_budget(budget, spec.k_min, spec.k_max)
+    if encoded and options.encode_spec(args) not in (EncodeSpec(), spec):
+        raise ValueError(f"{args.model} is encoded already, with {spec}: leave the encoding flags out")
     if encoded and args.calibration:
         raise ValueError(
             f"{args.model} holds its own residual table: refresh it with `dpamoe profile`, without --calibration here"
@@ -64,6 +66,11 @@ def _score(args, spec: EncodeSpec, encoded: bool, source: str, ids, calibration:
     model = storage.load_original(source)
     element_bytes = evaluate.element_sizes(model)
     evaluate.to_run(model, args.device)
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {source} gives ids up to {int(ids.max())}, its model knows {vocabulary}: give its own"
+        )
     length = text.window_length(model.config, args.seqlen)
     begin = getattr(model.config.get_text_config(), "bos_token_id", None)
     with evaluate.ReferenceLogits(model, text.windows(ids, length, begin, args.max_tokens)) as reference:

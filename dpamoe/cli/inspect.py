@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from dpamoe import calibration, checkpoint, storage
-from dpamoe.kernels.layout import bits_per_weight
 from dpamoe.passes import find, weightless
+from dpamoe.sites import Site
 
 NAME = "inspect"
 HELP = "say what an encoded folder holds and whether it is complete, or which routed experts a model has"
@@ -26,11 +26,11 @@ def run(args) -> dict:
 def _encoded(folder: str) -> dict:
     settings, weight_map = checkpoint.read_index(folder)
     sizes = {name: (Path(folder) / name).stat().st_size for name in sorted(set(weight_map.values()))}
-    planes = []
+    planes, weights = [], sum(Site.from_dict(fields).weights for fields in settings["sites"])
     for k in range(settings["k_min"], settings["k_max"] + 1):
         dropped = tuple(f"model-plane-{c}-" for c in range(k, settings["k_max"]))
         read = sum(size for name, size in sizes.items() if not name.startswith(dropped))
-        bits = bits_per_weight(k, settings["sites"][0]["hidden"], settings["group_size"], settings["scale_mode"])
+        bits = 8 * checkpoint.encoded_bytes(folder, settings, k) / weights
         planes.append({"k": k, "bits_per_weight": bits, "bytes": read})
     kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "budget_scope", "source", "sites", "unreached")
     return {"model": folder, "encoded": True, "complete": True, **{k: settings[k] for k in kept}, "planes": planes}

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     _quiet_libraries()
     try:
         result = args.run(args)
-        print(json.dumps(result, ensure_ascii=False) if args.json else args.show(result), flush=True)
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result), flush=True)
     except KeyboardInterrupt:
         print("dpamoe: interrupted; nothing half-written was left under the output's name", file=sys.stderr)
         return 130
@@ -47,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
             raise
         message = " ".join(str(error).split()) or type(error).__name__  # what libraries say may run over several lines
         print(f"dpamoe {args.command}: error: {message}", file=sys.stderr)
+        return 1
+    except Exception as error:  # a person gets a sentence; --debug gets the traceback
+        if args.debug:
+            raise
+        message = " ".join(str(error).split())
+        print(f"dpamoe {args.command}: error: {type(error).__name__}: {message} (--debug shows where)", file=sys.stderr)
         return 1
     return int(bool(result.get("failed")))
 
