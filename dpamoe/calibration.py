@@ -109,7 +109,9 @@ def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int
         raise ValueError("calibration holds no token ids: give at least 2, better a few thousand, or None")
     if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
         raise ValueError(f"token ids run from {int(ids.min())} to {int(ids.max())}, the model knows 0 to {vocabulary - 1}")
-    parts = texts.windows(ids.cpu(), texts.window_length(model.config, length), getattr(config, "bos_token_id", None))
+    begin = getattr(config, "bos_token_id", None)
+    begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary else None
+    parts = texts.windows(ids.cpu(), texts.window_length(model.config, length), begin)
     order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(SEED))[:samples]
     device = device_of(model)
     return [((), {"input_ids": batch.to(device)}) for batch in texts.batches([parts[i] for i in order], BATCH)]

@@ -101,8 +101,10 @@ class EncodedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         rows = hidden_states.flatten(0, -2)
-        index = chosen(top_k_index) if self.site.masked else top_k_index
-        weights = top_k_weights.view(index.shape)
+        index, weights = top_k_index, top_k_weights  # as they are: a view in between would hide casts from the fusing pass
+        if self.site.masked:
+            index = chosen(top_k_index)
+            weights = top_k_weights.view(index.shape)
         chunks = self.allocate(index, weights)
         counted = chunks.flatten().long()
         self.spent.scatter_add_(0, counted, torch.ones_like(counted))

@@ -109,8 +109,9 @@ def _attach(owner: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], prefix: str) -> fx.Node:
     kind, first = name_of(node), node.args[0]
-    cast = kind == "_to_copy" and value(node).is_floating_point()
-    if isinstance(first, fx.Node) and first in known and (cast or (kind in OF_ROWS and kind != "_to_copy")):
+    cast = kind == "_to_copy" and value(node).is_floating_point() and value(first).is_floating_point()
+    only_first = sum(source in known for source in node.all_input_nodes) == 1
+    if isinstance(first, fx.Node) and first in known and (cast or (kind in OF_ROWS and kind != "_to_copy" and only_first)):
         return known[first]
     moved = _of_whole_rows(node, kind)
     if moved is not None and any(source in known for source in moved):
@@ -131,6 +132,8 @@ def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], 
             return graph.call_function(aten.scalar_tensor.default, (tensor.item(),), {"dtype": tensor.dtype})
         raise Unknown(f"its experts also read {source.target if source.op == 'get_attr' else source.name}")
 
+    if cast:
+        return lookup(first)
     args = _along_features(node, kind, list(fx.map_arg(node.args, lookup)))
     kwargs = fx.map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}, lookup)
     target = node.target

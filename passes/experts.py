@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from dpamoe.passes.record import Recording, value
 
 aten = torch.ops.aten
-# Rearrangements: they move or copy elements without changing them.
+# Rearrangements: they move or copy elements without changing them. Filling masked rows is one: rows of padding ids are zeroed.
 VIEWS = {
     "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "select", "index", "index_select", "slice",
     "unsqueeze", "squeeze", "_to_copy", "clone", "contiguous", "detach", "alias", "unbind", "split", "split_with_sizes",
     "chunk", "repeat", "repeat_interleave", "gather", "embedding", "view_as", "lift_fresh", "getitem", "copy_", "to", "cat",
-    "stack",
+    "stack", "masked_fill", "masked_fill_",
 }  # fmt: skip
 PICKS = {"select", "index", "index_select", "unbind", "embedding", "gather", "getitem"}
 REDUCTIONS = {

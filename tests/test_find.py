@@ -243,7 +243,10 @@ def test_what_shows_only_on_large_inputs_is_not_taken_for_silu(activation):
 
 @pytest.mark.parametrize("changes", [{"swiglu_limit": 5.0}, {"swiglu_alpha": 1.5}])
 def test_other_constants_than_those_of_gpt_oss_are_not_taken_for_them(random_model, random_ids, changes):
-    findings = find_sites(random_model("gpt_oss", changes), (), {"input_ids": random_ids(2, 16)})
+    model, (name, value) = random_model("gpt_oss", changes), *changes.items()
+    if getattr(model.model.layers[0].mlp.experts, name.removeprefix("swiglu_")) != value:
+        pytest.skip("this transformers does not read the constants from the config")
+    findings = find_sites(model, (), {"input_ids": random_ids(2, 16)})
     assert [site.activation for site in findings.sites] == ["graph"] * 2
 
 

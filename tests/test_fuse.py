@@ -1,0 +1,142 @@
+"""Fusing the allocator into the experts: the graph before and after, and the same numbers; what must not be fused is not."""
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+import dpamoe
+from dpamoe.modules import encoded_experts
+from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
+
+
+class Casts(nn.Module):
+    """The two ops of encoded experts behind casts of the router's tensors, where they are not of the type already."""
+
+    def __init__(self, experts, gates, index):
+        super().__init__()
+        self.experts, self.gates, self.index = experts, gates, index
+
+    def forward(self, hidden, index, weights):
+        index = index if index.dtype == self.index else index.to(self.index)
+        weights = weights if weights.dtype == self.gates else weights.to(self.gates)
+        return self.experts._fused(hidden, index, weights, self.experts.allocate(index, weights))
+
+
+@pytest.fixture(scope="module")
+def experts(transformed):
+    return next(iter(encoded_experts(transformed("qwen3_moe")[1]).values()))
+
+
+def inputs(tokens=9, gates=torch.float32, index=torch.int64):
+    random = torch.Generator().manual_seed(0)
+    chosen = torch.rand(tokens, 8, generator=random).argsort(1)[:, :2]
+    return torch.randn(tokens, 64, generator=random), chosen.to(index), torch.rand(tokens, 2, generator=random).to(gates)
+
+
+def captured(module, *args):
+    """The Dynamo graph of a module and the inputs it is called with."""
+    held = []
+
+    def backend(gm, example_inputs):
+        held.append((gm, example_inputs))
+        return gm.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(module, backend=backend, fullgraph=True)(*args)
+    torch.compiler.reset()
+    ((gm, example_inputs),) = held
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph)), example_inputs
+
+
+def lines(gm):
+    """What a graph computes, a line a node, with as few arguments as tell the story."""
+    out = []
+    for node in gm.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            shown = ", ".join("[…]" if isinstance(a, list | tuple) else str(a) for a in node.args[:4])
+            out.append(f"{node.name} = {name}({shown})")
+    return out
+
+
+def ops(gm):
+    return [str(n.target).split(".")[1] for n in gm.graph.nodes if n.op == "call_function" and "dpamoe" in str(n.target)]
+
+
+def copies_of(example_inputs):
+    """Copies of the inputs, so that counters are not shared between two runs."""
+    return [t.clone() if isinstance(t, torch.Tensor) else t for t in example_inputs]
+
+
+def test_graph_before_and_after(experts, snapshot):
+    gm, _ = captured(experts, *inputs())
+    assert ops(gm) == ["allocate", "expert_ffn"] and lines(gm) == snapshot(name="before")
+    assert fuse_allocation(gm) == 1
+    assert ops(gm) == ["routed_ffn"] and lines(gm) == snapshot(name="after")
+    assert fuse_allocation(gm) == 0
+
+
+@pytest.mark.parametrize("budget", [2.0, 3.25, 8.0])
+def test_numbers_and_counters_hold(experts, budget):
+    experts = copy.deepcopy(experts)
+    experts.set_spend(dpamoe.SpendSpec(budget=budget))
+    gm, example_inputs = captured(experts, *inputs())
+    results = []
+    for fuse in (False, True):
+        if fuse:
+            fuse_allocation(gm)
+        copies = copies_of(example_inputs)
+        with torch.no_grad():
+            results.append((gm(*copies), copies))
+    (before, held), (after, fused_held) = results
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    changed = [not torch.equal(a, b) for a, b in zip(held, example_inputs, strict=True)]
+    assert sum(changed) == 1  # the counters, and nothing else, were written
+    assert all(torch.equal(a, b) for a, b in zip(held, fused_held, strict=True))
+
+
+@pytest.mark.parametrize(
+    "given, gates, index, dropped",
+    [
+        ((torch.bfloat16, torch.int32), torch.float32, torch.int64, 4),
+        ((torch.bfloat16, torch.int64), torch.float32, torch.int64, 2),
+        ((torch.float32, torch.int64), torch.bfloat16, torch.int64, 0),
+        ((torch.float32, torch.int64), torch.float32, torch.int32, 0),
+        ((torch.float16, torch.int64), torch.bfloat16, torch.int64, 0),  # neither holds the other
+    ],
+    ids=["both widen", "gates widen", "gates narrow", "ids narrow", "neither"],
+)
+def test_only_casts_that_lose_nothing_are_dropped(experts, given, gates, index, dropped):
+    model = Casts(copy.deepcopy(experts), gates, index)
+    gm, example_inputs = captured(model, *inputs(9, *given))
+    with torch.no_grad():
+        before = gm(*copies_of(example_inputs))
+        assert drop_widening_casts(gm) == dropped
+        after = gm(*copies_of(example_inputs))
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert fuse_allocation(gm) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*copies_of(example_inputs)), before, rtol=0, atol=0)
+
+
+class Shared(nn.Module):
+    """One allocation that two experts modules read, or gates that differ from those of the allocator."""
+
+    def __init__(self, experts, twice):
+        super().__init__()
+        self.experts, self.twice = experts, twice
+
+    def forward(self, hidden, index, weights):
+        chunks = self.experts.allocate(index, weights)
+        first = self.experts._fused(hidden, index, weights if self.twice else weights * 2, chunks)
+        return first + self.experts._fused(first, index, weights, chunks) if self.twice else first
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_other_uses_of_an_allocation_are_left_alone(experts, twice):
+    gm, _ = captured(Shared(experts, twice), *inputs())
+    before = lines(gm)
+    assert fuse_allocation(gm) == 0 and lines(gm) == before
