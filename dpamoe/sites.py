@@ -56,7 +56,7 @@ class Site:
     output and its gate. parameters: all that the module holds. dtype: of its weights as found. weigh_input: the gate scales
     the expert's input instead of its output. masked: the index comes as a one-hot mask [T, A, E], all zero for a dropped
     choice. identity: ids of E and above return the input. block: the path is a block without such a module; a graph takes
-    its place and holds the experts under this name.
+    its place and holds the experts under this name. router: how it chooses, such as "softmax, topk".
     """
 
     path: str
@@ -75,6 +75,7 @@ class Site:
     weigh_input: bool = False
     masked: bool = False
     identity: bool = False
+    router: str = ""
     block: str = ""
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from dpamoe.passes.experts import Body, Candidate
 from dpamoe.passes.function import Function, recover, routed_sum
 from dpamoe.passes.record import Call, Recording, value
+from dpamoe.passes.router import router_kind
 from dpamoe.sites import ExpertWeights, Refusal, Site, gather
 
 TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
@@ -22,7 +23,7 @@ SCALES = (1.0, 30.0, 1000.0)  # inputs are also tried scaled up, so that clamps 
 class Boundary:
     """A module call with (hidden, index, weights) that holds all matmuls of a candidate.
 
-    hidden [..., H]; index [T, A], or a one-hot mask [..., A, E] where masked; weights [T, A].
+    hidden [..., H]; index [T, A], or a one-hot mask [T, A, E] where masked; weights [T, A]; router: how they were chosen.
     """
 
     path: str
@@ -30,6 +31,7 @@ class Boundary:
     index: Tensor
     weights: Tensor
     masked: bool
+    router: str
 
     @property
     def top_k(self) -> int:
@@ -41,7 +43,7 @@ def boundary(recording: Recording, candidate: Candidate) -> Boundary | str:
     """The deepest module that runs the experts and takes hidden [T, H], index [T, A], weights [T, A]; or why none does."""
     around = sorted(_calls_around(recording, candidate.bodies[0]), key=lambda call: call.stop - call.start)
     for call in around:
-        found = _boundary(call, candidate.ups[0].experts)
+        found = _boundary(recording, call, candidate.ups[0].experts)
         if found is None:
             continue
         if not call.path:
@@ -66,7 +68,7 @@ def _described(call: Call) -> str:
     return ", ".join([*map(one, call.args), *(f"{name}={one(given)}" for name, given in call.kwargs.items())])
 
 
-def _boundary(call: Call, experts: int) -> Boundary | None:
+def _boundary(recording: Recording, call: Call, experts: int) -> Boundary | None:
     if call.kwargs or len(call.args) != 3 or not all(isinstance(part, fx.Node) for part in (*call.args, call.output)):
         return None
     hidden, index, weights = (value(part) for part in call.args)
@@ -74,9 +76,11 @@ def _boundary(call: Call, experts: int) -> Boundary | None:
         return None
     rows = hidden.numel() // max(hidden.shape[-1], 1)
     if index.dim() == 2 and index.dtype != torch.bool and index.shape == weights.shape and index.shape[0] == rows:
-        return Boundary(call.path, hidden, index, weights, False)
+        return Boundary(call.path, hidden, index, weights, False, router_kind(recording, *call.args[1:]))
     masked = index.dim() >= 3 and index.shape[-1] == experts and index.numel() == weights.numel() * experts
-    return Boundary(call.path, hidden, index, weights, True) if masked and index.numel() // index[0].numel() == rows else None
+    if not masked or index.numel() // index[0].numel() != rows:
+        return None
+    return Boundary(call.path, hidden, index, weights, True, router_kind(recording, *call.args[1:]))
 
 
 def owner(candidate: Candidate) -> str:
@@ -127,6 +131,7 @@ def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function:
     return Site(
         found.path, experts, found.top_k, hidden, inner, out, up_rows, function.activation, layout, count, dtype,
         program=function.program, post=function.post, weigh_input=False not in ways, masked=found.masked, identity=spare,
+        router=found.router,
     )  # fmt: skip
 
 

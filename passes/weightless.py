@@ -38,6 +38,7 @@ class Sketch:
     parameters: int
     dtype: str
     reason: str
+    router: str = ""
 
     def as_dict(self) -> dict:
         """Plain dictionary, for JSON."""
@@ -109,4 +110,6 @@ def _sketch(model: nn.Module, recording: Recording, candidate: Candidate) -> Ske
     top_k = None if isinstance(found, str) else found.top_k
     counted = parameters if isinstance(found, str) else model.get_submodule(path).parameters()
     total = sum(parameter.numel() for parameter in counted)
-    return Sketch(path, candidate.down.experts, top_k, *widths, kind, layout_of(body, path, order), total, dtype, reason)
+    router = "" if isinstance(found, str) else found.router
+    layout = layout_of(body, path, order)
+    return Sketch(path, candidate.down.experts, top_k, *widths, kind, layout, total, dtype, reason, router)

@@ -76,6 +76,7 @@ def show(outcome: dict) -> str:
         f"{site['path']}: {site['experts']} experts, top {site['top_k']}, {site['hidden']} → {site['inner']} → {site['out']}, "
         f"{site['activation']}, {site['dtype']}{', biases' if site['layout']['up_biases'] else ''}"
         f"{', transposed' if site['layout']['ups'][0]['transposed'] else ''}{_order(site['layout']['order'])}"
+        f"{', router ' + site['router'] if site.get('router') else ''}"
         for site in outcome["sites"]
     ]
     if not outcome["encoded"]:
