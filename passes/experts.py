@@ -21,6 +21,7 @@ VIEWS = {
     "stack", "masked_fill", "masked_fill_",
 }  # fmt: skip
 PICKS = {"select", "index", "index_select", "unbind", "embedding", "gather", "getitem"}
+MANY = 4  # siblings that are told apart from what stands beside them; two layers with a ReLU between are an expert, not experts
 REDUCTIONS = {
     "index_add", "index_add_", "index_put", "index_put_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
     "sum", "mean", "cumsum", "topk", "sort", "argmax", "nonzero", "_softmax",
@@ -89,6 +90,9 @@ def sibling_families(model: nn.Module) -> dict[str, tuple[Family, int]]:
     found: dict[str, tuple[Family, int]] = {}
     for path, module in model.named_modules():
         children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        bare = [child for child in children if not any(True for _ in child[1].parameters())]
+        if bare and len(children) - len(bare) >= MANY:  # a dropout or an activation among the experts
+            children = [child for child in children if child not in bare]
         shapes = [tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children]
         if len(children) < 2 or not shapes[0] or len(set(shapes)) > 1:
             continue

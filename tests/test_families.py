@@ -28,7 +28,7 @@ AT_LEAST = 76
 # model type: part of the reason why its block is refused today
 REFUSED = {
     "doge": "hidden [T, H], index [T, A] and weights [T, A]",
-    "nllb_moe": "it looks dense",
+    "nllb_moe": "do not reproduce its output",
 }
 EXPERTS, ACTIVE, HIDDEN, INNER, LATENT = 8, 2, 32, 24, 16
 SMALL = {
