@@ -244,7 +244,7 @@ def write_back(original: nn.Module, model: nn.Module) -> nn.Module:
     return twin
 
 
-def check_equal(block: Block, dtype: torch.dtype, tolerance: dict) -> None:
+def check_equal(block: Block, dtype: torch.dtype, tolerance: dict, shapes: list[tuple[int, int]] = SIZES) -> None:
     """Equal to the original with decoded weights at every size, relative to the largest output; or refused as announced."""
     original, model, reason = walked(block, dtype)
     if block.family in REFUSED:
@@ -252,7 +252,7 @@ def check_equal(block: Block, dtype: torch.dtype, tolerance: dict) -> None:
         return
     assert reason == "" and len(encoded_experts(model)) == 1
     reference = write_back(original, model)
-    for shape in SIZES:
+    for shape in shapes:
         inputs = hidden(*shape).to(dtype)
         with torch.no_grad():
             try:
@@ -276,6 +276,12 @@ def test_every_block_equals_itself_with_decoded_weights(block, tolerance):
 @pytest.mark.parametrize("block", blocks(), ids=str)
 def test_every_block_in_bf16(block, tolerance):
     check_equal(block, torch.bfloat16, tolerance(torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks(), ids=str)
+def test_every_block_on_many_tokens(block, tolerance):
+    check_equal(block, torch.float32, tolerance(torch.float32), [(1, 513)])
 
 
 def test_nearly_all_blocks_are_supported():

@@ -41,7 +41,7 @@ def encoder_speed(model) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     site = find_sites(model, (), {"input_ids": torch.arange(2, 18).view(1, -1)}).sites[0]
-    up = gather(model.get_submodule(site.path), site.layout).up
+    up = gather(model.get_submodule(site.path), site.layout, site.experts).up
     spent = seconds(lambda: encode(up, dpamoe.EncodeSpec(group_size=64)))
     torch.set_num_threads(threads)
     return spent / up.numel() * 1e6
