@@ -108,8 +108,8 @@ class EncodedExperts(nn.Module):
         chunks = self.allocate(index, weights)
         counted = chunks.flatten().long()
         self.spent.scatter_add_(0, counted, torch.ones_like(counted))
-        plain = self.site.program is None and self.post is None and not self.site.weigh_input
-        result = self._fused(rows, index, weights, chunks) if plain else self._in_steps(rows, index, weights, chunks)
+        compute = self._fused if self.site.fused else self._in_steps
+        result = compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
             result = result + (kept * rows).to(result.dtype)

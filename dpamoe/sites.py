@@ -84,6 +84,11 @@ class Site:
         return f"{self.path}.{self.block}" if self.block else self.path
 
     @property
+    def fused(self) -> bool:
+        """Whether the op `expert_ffn` computes the experts of this site, apart from identity experts."""
+        return self.program is None and self.post is None and not self.weigh_input
+
+    @property
     def weights(self) -> int:
         """Number of weights in the two stacked matrices, biases not counted."""
         return self.experts * (self.hidden * self.up_rows + self.inner * self.out)

@@ -25,12 +25,16 @@ LOW = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 @dataclass
 class Region:
-    """The nodes of one experts module in a Dynamo graph, what they read from outside, and the one result used outside."""
+    """The nodes of one experts module in a Dynamo graph, what they read from outside, and the one result used outside.
+
+    roles: which of what they read is "hidden", "index" and "weights"; None if they do not read just these and weights.
+    """
 
     path: str
     nodes: list[fx.Node]
     outside: list[fx.Node]
     output: fx.Node
+    roles: dict[str, fx.Node] | None
 
 
 def encode_regions(
@@ -48,11 +52,12 @@ def encode_regions(
             logger.warning("left alone: %s: it is not a function of (hidden, index, weights)", region.path)
             continue
         found = find_sites(alone, call, any_rows=False)  # sizes are numbers in this graph
-        if not found.sites or found.sites[0].program or found.sites[0].post or found.sites[0].masked:
-            why = found.refused[0].reason if found.refused else "its activation is not one that a kernel fuses"
+        site = found.sites[0] if found.sites else None
+        if site is None or not site.fused or site.masked or site.identity:
+            why = found.refused[0].reason if site is None and found.refused else "no single op computes its experts"
             logger.warning("left alone: %s: %s", region.path, why)
             continue
-        _replace(gm, region, alone.experts, found.sites[0], spec, budget, residuals.get(region.path), extras)
+        _replace(gm, region, alone.experts, site, spec, budget, residuals.get(region.path), extras)
     gm.graph.lint()
     gm.recompile()
     return extras
@@ -74,7 +79,8 @@ def find_regions(gm: fx.GraphModule, held: dict[fx.Node, object]) -> list[Region
         outside = list(dict.fromkeys(source for n in nodes for source in n.all_input_nodes if source not in inside))
         results = [n for n in nodes if any(user not in inside for user in n.users)]
         if len(parameters) > 1 and len(results) == 1:
-            regions.append(Region(path, nodes, outside, results[0]))
+            given = [n for n in outside if isinstance(n.meta.get("example_value"), Tensor) and not _is_weight(n, held)]
+            regions.append(Region(path, nodes, outside, results[0], _roles(given)))
     return regions
 
 
@@ -100,15 +106,13 @@ class _Alone(nn.Module):
 def _alone(region: Region, held: dict[fx.Node, object]) -> tuple[_Alone | None, tuple]:
     """The region as a module of (hidden, index, weights) with its own parameters, in fp32, and random inputs for it."""
     graph, known, owner, inputs = fx.Graph(), {}, nn.Module(), {}
-    activations = _roles(
-        [n for n in region.outside if isinstance(n.meta.get("example_value"), Tensor) and not _is_weight(n, held)]
-    )
-    if activations is None:
+    if region.roles is None:
         return None, ()
-    for name, node in activations.items():
+    device = next(held[n].device for n in region.outside if _is_weight(n, held))
+    for name, node in region.roles.items():
         known[node] = graph.placeholder(name)
         shape, dtype = [_hint(d) for d in node.meta["example_value"].shape], node.meta["example_value"].dtype
-        inputs[name] = torch.zeros(shape, dtype=LOW.get(dtype, dtype))
+        inputs[name] = torch.zeros(shape, dtype=LOW.get(dtype, dtype), device=device)
     for position, node in enumerate(n for n in region.outside if n not in known):
         example = node.meta.get("example_value", held.get(node))
         if _is_weight(node, held):
@@ -120,7 +124,7 @@ def _alone(region: Region, held: dict[fx.Node, object]) -> tuple[_Alone | None, 
         known[node] = _copy(graph, known, node)
     graph.output(known[region.output])
     experts = max(p.shape[0] for p in owner.parameters() if p.dim() == 3)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     inputs["hidden"].normal_(generator=generator)
     inputs["index"].random_(experts, generator=generator)
     inputs["weights"].uniform_(0.1, 1.0, generator=generator)
@@ -164,6 +168,7 @@ def _replace(gm, region: Region, experts: nn.Module, site: Site, spec: EncodeSpe
     if table is None:
         nothing = Sample(site.experts, 0)
         table = project(residual_table(weights, up, down, ACTIVATIONS[site.activation], nothing)[0], spec.k_min)
+    device = weights.up.device
     graph, last = gm.graph, [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
 
     def lift(tensor: Tensor | None) -> fx.Node | None:
@@ -181,9 +186,9 @@ def _replace(gm, region: Region, experts: nn.Module, site: Site, spec: EncodeSpe
         return (*parts, lift(weight.offset), lift(weight.unit), lift(bias))
 
     both = (*lifted(up, weights.up_bias), *lifted(down, weights.down_bias))
-    limits = [lift(table), lift(torch.tensor(float(budget))), lift(torch.tensor(len(up.planes)))]
-    roles = _roles([n for n in region.outside if isinstance(n.meta.get("example_value"), Tensor) and n.op != "placeholder"])
-    hidden, index, gates = (roles[name] for name in ("hidden", "index", "weights"))
+    numbers = [torch.tensor(number, device=device) for number in (float(budget), len(up.planes))]
+    limits = [lift(tensor) for tensor in (table.to(device), *numbers)]
+    hidden, index, gates = (region.roles[name] for name in ("hidden", "index", "weights"))
     with graph.inserting_before(region.output):
         chunks = graph.call_function(torch.ops.dpamoe.allocate.default, (gates, index, *limits, spec.k_min))
         args = (hidden, index, gates, chunks, *both, site.activation, spec.group_size)

@@ -1,13 +1,17 @@
 """The product on a CUDA device gives what it gives on the CPU (run with -m gpu)."""
 
+import copy
+
 import pytest
 import torch
+from torch import fx
 from transformers import AutoModelForCausalLM
 
 import dpamoe
 from dpamoe.encode import encode
 from dpamoe.kernels.grouped import decode
 from dpamoe.modules import encoded_experts
+from dpamoe.passes.plain import encode_regions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -54,3 +58,20 @@ def test_transform_on_cuda_in_bf16_generates(tiny_dir):
     dpamoe.transform(model, 4.0)
     written = model.generate(torch.tensor([[1, 20, 30]], device="cuda"), max_new_tokens=4, do_sample=False)
     assert written.shape == (1, 7)
+
+
+def test_an_untransformed_model_is_compiled_on_cuda(tiny_dir):
+    model, ids = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).cuda(), torch.arange(5, 69).view(1, -1)
+    graphs = []
+
+    def backend(gm, inputs):
+        own = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # Dynamo still reads its own
+        extras = encode_regions(own, inputs, dpamoe.EncodeSpec(), 8.0, {})
+        graphs.append(extras)
+        return lambda *args: own(*args, *extras)
+
+    with torch.no_grad():
+        expected = model(ids.cuda(), use_cache=False).logits
+        found = torch.compile(model, backend=backend)(ids.cuda(), use_cache=False).logits
+    assert graphs and graphs[0]
+    assert float((found - expected).square().mean() / expected.square().mean()) < 1e-3  # 8 planes, relative squared error

@@ -63,3 +63,45 @@ def test_a_low_precision_model_is_verified_in_fp32(random_model, random_ids, com
 def test_a_budget_out_of_range_is_an_error(random_model, random_ids, compiled, monkeypatch):
     with pytest.raises(Exception, match="budget is 9 planes per expert"):
         compiled(random_model("qwen3_moe"), monkeypatch, budget=9)(random_ids(1, 4), use_cache=False)
+
+
+class Batched(torch.nn.Module):
+    """Experts as one batched product; what stands before or behind them differs from what the fused op computes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        named = 8 if kind == "identity" else 6
+        self.up = torch.nn.Parameter(torch.randn(named, 16, 32) / 6)
+        self.down = torch.nn.Parameter(torch.randn(6, 32, 16) / 4)
+
+    def forward(self, hidden, index, weights):
+        flat, scale = index.flatten(), weights.flatten()[:, None]
+        rows = hidden.repeat_interleave(index.shape[1], 0)
+        inner = torch.nn.functional.silu(torch.bmm(self.up[flat], (rows * scale if self.kind == "input" else rows)[..., None]))
+        out = torch.bmm(self.down[flat.clamp(max=5)], inner).squeeze(-1)
+        if self.kind == "identity":
+            out = torch.where(flat[:, None] < 6, out, rows)
+        return (out if self.kind == "input" else out * scale).view(*index.shape, -1).sum(1)
+
+
+class Routed(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(32, 8 if kind == "identity" else 6), Batched(kind)
+
+    def forward(self, hidden):
+        weights, index = self.router(hidden).softmax(-1).topk(2)
+        return self.experts(hidden, index, weights)
+
+
+@pytest.mark.parametrize("kind", ["input", "identity"])
+def test_what_one_op_does_not_compute_is_left_alone(compiled, monkeypatch, kind):
+    """Gates on the input and experts without weights: encoded as plain experts they would be silently wrong."""
+    torch.manual_seed(0)
+    with torch.no_grad(), pytest.raises(Exception, match="could not be recognised as experts"):
+        compiled(Routed(kind), monkeypatch)(torch.randn(12, 32))
+    with torch.no_grad(), pytest.warns(UserWarning, match="no residual table"):
+        model, hidden = Routed("plain"), torch.randn(12, 32)
+        found, expected = compiled(model, monkeypatch, budget=8, group_size=16)(hidden), model(hidden)
+    assert float((found - expected).square().mean() / expected.square().mean()) < 1e-3
