@@ -4,7 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -144,24 +144,30 @@ def set_spend(model: nn.Module, **changes) -> None:
     unknown = changes.keys() - SpendSpec.__dataclass_fields__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))} is no setting: use {', '.join(SpendSpec.__dataclass_fields__)}")
-    for experts in held.values():
-        fields = {**asdict(experts.spend), **changes}
-        check_budget(fields["budget"], experts.spec.k_min, int(experts.k_max))
-        SpendSpec(**fields)
-    for experts in held.values():
-        experts.set_spend(SpendSpec(**{**asdict(experts.spend), **changes}))
+    chosen = {path: replace(experts.spend, **changes) for path, experts in held.items()}
+    for path, experts in held.items():
+        check_budget(chosen[path].budget, experts.spec.k_min, int(experts.k_max))
+    for path, experts in held.items():
+        experts.set_spend(chosen[path])
+
+
+@contextlib.contextmanager
+def spending_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever is spent inside the block, go back to the settings before."""
+    before = {path: experts.spend for path, experts in _held(model).items()}
+    try:
+        yield
+    finally:
+        for path, experts in encoded_experts(model).items():
+            experts.set_spend(before[path])
 
 
 @contextlib.contextmanager
 def budget(model: nn.Module, value: float) -> Iterator[nn.Module]:
     """Spend `value` planes per expert inside the block, then go back to the budget before."""
-    before = {path: experts.spend for path, experts in _held(model).items()}
-    set_budget(model, value)
-    try:
+    with spending_kept(model):
+        set_budget(model, value)
         yield model
-    finally:
-        for path, experts in encoded_experts(model).items():
-            experts.set_spend(before[path])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The index has a name of its own, so that a loader that does not know dpamoe find
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -232,13 +232,9 @@ def _check_file(file: Path, expected: int | None) -> None:
     check_header(file)
 
 
-def encoded_bytes(folder: str | Path, settings: dict, planes: int) -> int:
-    """Bytes of planes, scales and offsets that a model with `planes` planes reads from an encoded folder."""
-    index = _read_json(Path(folder) / INDEX)
-    wanted = {n for n in expected_tensors({**settings, "k_max": planes}) if not n.endswith(".residuals")}
-    files = {index["weight_map"][name] for name in wanted}
-    sizes = {name: size for file in files for name, (_, size) in check_header(Path(folder) / file).items()}
-    return sum(sizes[name] for name in wanted)
+def tensor_bytes(folder: str | Path, files: Iterable[str]) -> dict[str, int]:
+    """Bytes of every tensor in these files of a folder, by the headers."""
+    return {name: size for file in files for name, (_, size) in check_header(Path(folder) / file).items()}
 
 
 def check_header(file: Path) -> dict[str, tuple[str, int]]:

@@ -134,18 +134,14 @@ def evaluate(
 
     Uniform is scored where the budget is a whole number of planes, else it is null. The model's spending is put back.
     """
-    before = {path: experts.spend for path, experts in api.encoded_experts(model).items()}
     jobs = [(b, a) for b in budgets for a in ALLOCATIONS if a in allocations and (a != "uniform" or float(b).is_integer())]
     scores, spent = {}, {}
-    try:
+    with api.spending_kept(model):
         for budget, allocation in track(jobs, "evaluate", lambda job: f"budget {job[0]:g} {job[1]}"):
             api.set_spend(model, budget=budget, allocation=allocation)
             api.stats(model, reset=True)
             scores[budget, allocation] = reference.compare(model)
             spent[budget, allocation] = api.stats(model, reset=True)["mean_planes"]
-    finally:
-        for path, experts in api.encoded_experts(model).items():
-            experts.set_spend(before[path])
     return [_row(model, sizes, budget, allocations, scores, spent) for budget in budgets]
 
 

@@ -14,18 +14,8 @@ CLOSE = 1e-5  # relative, fp32: two ways to write one function differ by a few r
 SCALES = (0.3, 3.0, 30.0, 1000.0)  # of random inputs, so that clamps and soft caps show
 # Rearrangements of whole rows; dropped on replay. What picks or joins features stays.
 OF_ROWS = VIEWS - {
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "slice",
-    "select",
-    "getitem",
-    "cat",
-    "stack",
-    "unbind",
-    "index",
-    "gather",
-}
+    "split", "split_with_sizes", "chunk", "slice", "select", "getitem", "cat", "stack", "unbind", "index", "gather",
+}  # fmt: skip
 # Which argument of an op is its dimension: on replay rows are two-dimensional, so the feature dimension becomes the last.
 DIMENSION = {"split": 2, "split_with_sizes": 2, "chunk": 2, "slice": 1, "select": 1, "unbind": 1, "cat": 1, "_softmax": 1}
 
@@ -58,9 +48,7 @@ def extract_post(recording: Recording, body: Body, prefix: str) -> fx.GraphModul
             end = mine[0]
             break
         own.add(node)
-    inside = [
-        node for node in recording.nodes if node in own and node in recording.ancestors([end]) and node is not body.down.out
-    ]
+    inside = sorted((own & recording.ancestors([end])) - {body.down.out}, key=lambda node: node.meta["at"])
     module = _replay([body.down.out], inside, end, prefix)
     return module if any(node.op == "call_function" for node in module.graph.nodes) else None
 

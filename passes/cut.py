@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from dpamoe.passes.activation import rows_of
 from dpamoe.passes.experts import Candidate, name_of
-from dpamoe.passes.function import each_choice
+from dpamoe.passes.function import TOLERANCE, each_choice
 from dpamoe.passes.record import Recording, left, storage, value
 from dpamoe.sites import ExpertWeights
 
-TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
 SAME_ORDER = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach"}
 
 

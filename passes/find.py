@@ -62,9 +62,9 @@ def _findings(model: nn.Module, recording: Recording, any_rows: bool) -> Finding
 
 def _judge(model: nn.Module, recording: Recording, candidate: Candidate, any_rows: bool) -> Site | Block | Refusal:
     around = boundary(recording, candidate)
-    if isinstance(around, str) and any_rows:
-        return find_block(model, recording, candidate, around)
-    return verify(model, recording, candidate, any_rows)
+    if not isinstance(around, str):
+        return verify(model, recording, candidate, around, any_rows)
+    return find_block(model, recording, candidate, around) if any_rows else Refusal(owner(candidate), around)
 
 
 def _overlap(site: Site, other: Site) -> bool:

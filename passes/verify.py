@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from dpamoe.passes.experts import Body, Candidate
-from dpamoe.passes.function import Function, recover, routed_sum
+from dpamoe.passes.function import TOLERANCE, Function, recover, routed_sum
 from dpamoe.passes.record import Call, Recording, value
 from dpamoe.passes.router import router_kind
 from dpamoe.sites import ExpertWeights, Refusal, Site, gather
 
-TOLERANCE = 2e-4  # relative, fp32: far above reordered sums (1e-6), far below any other function
 THE_MODEL = "the model itself"
 SCALES = (1.0, 30.0, 1000.0)  # inputs are also tried scaled up, so that clamps and soft caps show
 
@@ -90,14 +89,13 @@ def owner(candidate: Candidate) -> str:
     return ".".join(common) or THE_MODEL
 
 
-def verify(model: nn.Module, recording: Recording, candidate: Candidate, any_rows: bool = True) -> Site | Refusal:
+def verify(
+    model: nn.Module, recording: Recording, candidate: Candidate, found: Boundary, any_rows: bool = True
+) -> Site | Refusal:
     """Recover layout and activation of a candidate and compare with its own module, run in fp32 on a copy.
 
-    any_rows: the module must also agree on other numbers of tokens than the recorded one.
+    found: the module call around it. any_rows: the module must also agree on other numbers of tokens than the recorded one.
     """
-    found = boundary(recording, candidate)
-    if isinstance(found, str):
-        return Refusal(owner(candidate), found)
     if any(parameter.is_meta for parameter in model.get_submodule(found.path).parameters()):
         return Refusal(found.path, "its weights are on the meta device: load them before transforming")
     try:

@@ -20,14 +20,15 @@ def arguments(parser) -> None:
 
 def run(args) -> dict:
     """Load, write, and say at which budget."""
-    if checkpoint.is_encoded(args.model):
+    encoded = checkpoint.is_encoded(args.model)
+    if encoded:
         model = storage.load(args.model, budget=args.budget, k_max=args.k_max, device=args.device)
     elif args.budget is None and args.k_max is None:
         model = storage.load_original(args.model).to(args.device)
     else:
         raise ValueError(f"{args.model} is not encoded, so it has no budget: run `dpamoe convert` on it first")
     written = complete(model, text.load_tokenizer(args.model), args.prompt, args.max_new_tokens)
-    spent = dpamoe.stats(model)["mean_planes"] if checkpoint.is_encoded(args.model) else None
+    spent = dpamoe.stats(model)["mean_planes"] if encoded else None
     return {"model": args.model, "prompt": args.prompt, "text": written, "mean_planes": spent}
 
 

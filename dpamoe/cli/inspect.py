@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from torch import nn
+
 from dpamoe import calibration, checkpoint, storage
 from dpamoe.passes import find, weightless
 from dpamoe.sites import Site
@@ -26,11 +28,13 @@ def run(args) -> dict:
 def _encoded(folder: str) -> dict:
     settings, weight_map = checkpoint.read_index(folder)
     sizes = {name: (Path(folder) / name).stat().st_size for name in sorted(set(weight_map.values()))}
+    tensors = checkpoint.tensor_bytes(folder, sizes)
     planes, weights = [], sum(Site.from_dict(fields).weights for fields in settings["sites"])
     for k in range(settings["k_min"], settings["k_max"] + 1):
         dropped = tuple(f"model-plane-{c}-" for c in range(k, settings["k_max"]))
         read = sum(size for name, size in sizes.items() if not name.startswith(dropped))
-        bits = 8 * checkpoint.encoded_bytes(folder, settings, k) / weights
+        encoded = checkpoint.expected_tensors({**settings, "k_max": k})
+        bits = 8 * sum(tensors[name] for name in encoded if not name.endswith(".residuals")) / weights
         planes.append({"k": k, "bits_per_weight": bits, "bytes": read})
     kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "budget_scope", "source", "sites", "unreached")
     return {"model": folder, "encoded": True, "complete": True, **{k: settings[k] for k in kept}, "planes": planes}
@@ -40,33 +44,30 @@ def _sketched(folder: str) -> dict:
     storage.check_original(folder)
     model = storage.skeleton(Path(folder))
     model.tie_weights()
-    sites = weightless.sketch_sites(model, *calibration.example_batch(model, None))
-    if not sites:
-        raise ValueError(f"no routed experts were found in {folder}: it looks dense")
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "model": folder,
-        "encoded": False,
-        "verified": False,
-        "sites": [site.as_dict() for site in sites if not site.reason],
-        "refused": {site.path: site.reason for site in sites if site.reason},
-        "expert_share": sum(site.parameters for site in sites) / total,
-    }
+    sketches = weightless.sketch_sites(model, *calibration.example_batch(model, None))
+    refused = {sketch.path: sketch.reason for sketch in sketches if sketch.reason}
+    held = sum(sketch.parameters for sketch in sketches)
+    return _described(folder, model, [sketch for sketch in sketches if not sketch.reason], refused, held, verified=False)
 
 
 def _verified(folder: str) -> dict:
     model = storage.load_original(folder)
     findings = find.find_sites(model, *calibration.example_batch(model, None))
-    if not findings.sites and not findings.refused:
+    refused = {refusal.path: refusal.reason for refusal in findings.refused}
+    held = sum(site.parameters for site in findings.sites)
+    return _described(folder, model, findings.sites, refused, held, verified=True)
+
+
+def _described(folder: str, model: nn.Module, sites: list, refused: dict[str, str], held: int, verified: bool) -> dict:
+    if not sites and not refused:
         raise ValueError(f"no routed experts were found in {folder}: it looks dense")
-    total = sum(parameter.numel() for parameter in model.parameters())
     return {
         "model": folder,
         "encoded": False,
-        "verified": True,
-        "sites": [site.as_dict() for site in findings.sites],
-        "refused": {refusal.path: refusal.reason for refusal in findings.refused},
-        "expert_share": sum(site.parameters for site in findings.sites) / total,
+        "verified": verified,
+        "sites": [site.as_dict() for site in sites],
+        "refused": refused,
+        "expert_share": held / sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
