@@ -13,7 +13,7 @@ from dpamoe import calibration as calibrate
 from dpamoe import program
 from dpamoe.allocate import project
 from dpamoe.encode import check_encodable, encode
-from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.modules import EncodedExperts, encoded_experts, uniform_start
 from dpamoe.passes import find, rewrite
 from dpamoe.profile import TOKENS_PER_EXPERT, Sample, record, residual_table
 from dpamoe.progress import track
@@ -31,18 +31,22 @@ def transform(
     calibration=None,
     spec: EncodeSpec | None = None,
     keep_original: bool = False,
+    fallback: str | None = None,
 ) -> nn.Module:
     """Make the routed experts of a model any-precision, in place, and return it (DPA-MoE, section 3).
 
     budget: average planes per selected expert. example_inputs: a tuple or dict for one recorded run; Hugging Face models
     need none. calibration: text, token ids or an iterable of inputs for the residual profile; None lets a language model
-    write its own text. keep_original: keep the original experts, for `revert`. Router, shared experts and everything else
-    stay as they are. A model that is already transformed only gets the budget.
+    write its own text. keep_original: keep the original experts, for `revert`. fallback: "uniform" spends the same planes on
+    every expert in batches so large that this is faster, as `dpamoe tune` measured on the device that holds the experts; a
+    token's planes then depend on its batch. Router, shared experts and everything else stay as they are. A model that is
+    already transformed only gets the budget, and the fallback if there is one.
 
-    Raises ValueError if there are no routed experts, weights are not finite, or the budget or group size does not fit;
-    TypeError if example_inputs are needed. The model is unchanged then. Interrupted while it encodes, it leaves some sites
-    encoded and cannot be saved: call it again to finish.
+    Raises ValueError if there are no routed experts, weights are not finite, the budget or group size does not fit, or
+    nothing was measured for the fallback; TypeError if example_inputs are needed. The model is unchanged then. Interrupted
+    while it encodes, it leaves some sites encoded and cannot be saved: call it again to finish.
     """
+    spend = SpendSpec(fallback=fallback)
     if hasattr(model, "_orig_mod"):
         raise TypeError("the model is wrapped by torch.compile: transform the model itself, then compile it")
     held = encoded_experts(model)
@@ -51,23 +55,27 @@ def transform(
         if keep_original and not all(experts.original for experts in held.values()):
             raise ValueError("the model is already encoded and its originals were not kept: load it again to keep them")
         if not getattr(model, "dpamoe_unfinished", False):
-            set_budget(model, budget)
+            set_spend(model, budget=budget, **({} if fallback is None else {"fallback": fallback}))
             return model
     spec = spec or EncodeSpec()
     check_budget(budget, spec.k_min, spec.k_max)
     with torch.inference_mode(False):
-        _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original)
-    set_budget(model, budget)
+        _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original, spend)
+    set_spend(model, budget=budget, fallback=fallback)
     return model
 
 
-def _encode(model: nn.Module, spec: EncodeSpec, example: calibrate.Batch, calibration, keep_original: bool) -> None:
+def _encode(
+    model: nn.Module, spec: EncodeSpec, example: calibrate.Batch, calibration, keep_original: bool, spend: SpendSpec
+) -> None:
     """Find, check, profile and encode all sites that are not encoded yet."""
     findings = find.find_sites(model, *example)
     if not findings.sites:
         raise ValueError(_no_sites(model, findings.refused))
     for site in findings.sites:
-        check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), spec, site.path)
+        weights = gather(model.get_submodule(site.path), site.layout, site.experts)
+        uniform_start(site, spec, weights.up.device, spend)
+        check_encodable(weights, spec, site.path)
     batches = calibrate.calibration_batches(model, calibration, example)
     _encode_sites(model, findings, spec, batches, keep_original)
     model.dpamoe_refused, model.dpamoe_unfinished = findings.refused, False
@@ -139,7 +147,11 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
 
 def set_spend(model: nn.Module, **changes) -> None:
-    """Change budget, allocation or scope (see `SpendSpec`) of every site. Only a change of budget recompiles nothing."""
+    """Change budget, allocation, scope or fallback (see `SpendSpec`) of every site; only a new budget recompiles nothing.
+
+    The fallback holds for the device that the experts are on now: set it again after moving them. Raises ValueError for a
+    value out of its range, and for a fallback without measured costs; nothing is changed then.
+    """
     held = _held(model)
     unknown = changes.keys() - SpendSpec.__dataclass_fields__.keys()
     if unknown:
@@ -147,6 +159,7 @@ def set_spend(model: nn.Module, **changes) -> None:
     chosen = {path: replace(experts.spend, **changes) for path, experts in held.items()}
     for path, experts in held.items():
         check_budget(chosen[path].budget, experts.spec.k_min, int(experts.k_max))
+        uniform_start(experts.site, experts.spec, experts.residuals.device, chosen[path])
     for path, experts in held.items():
         experts.set_spend(chosen[path])
 

@@ -5,6 +5,7 @@ The fit minimises sum over k of w_k |W - W_k|^2, w_k = beta^(k - k_max), by turn
 codes by successive sign for fixed scales, from a geometric start with searched clipping.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ def encode(
 ) -> EncodedWeight:
     """Encode a stacked weight [E, O, I], any float dtype, on its own device; memory beyond the result is bounded.
 
+    On a CUDA device by Triton kernels where they support it, which end in other codes of the same quality.
     name: how messages call it. progress: called with the number of weights done after each step. Deterministic, and the
     result for one row does not depend on the others. Raises ValueError for non-finite weights, shapes that are not
     [E, O, I], or groups wider than I.
@@ -48,6 +50,8 @@ def encode(
     dtype = _scale_dtype(half_range, weight)
     unit = half_range.clamp_min(torch.finfo(torch.float32).tiny) if spec.scale_mode == "tied" else None
     result = _empty(weight, groups, dtype, unit, spec)
+    if _runs_triton(weight.device) and _encode_with_triton(weight, result, spec, progress):
+        return result
     mask = _mask(in_features, group, groups, weight.device)
     rows = weight.flatten(0, 1)
     step = max(1, CHUNK_WEIGHTS // (group * groups))
@@ -60,6 +64,26 @@ def encode(
         if progress is not None:
             progress(block.numel())
     return result
+
+
+def _runs_triton(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _encode_with_triton(weight: Tensor, result: EncodedWeight, spec: EncodeSpec, progress) -> bool:
+    """Fill `result` by the Triton kernels; False, with nothing done, where they do not support the weight or its groups."""
+    from dpamoe.kernels import triton_encode, triton_encode_tied  # Triton is not everywhere
+
+    if not triton_encode.supports(weight, spec.group_size):
+        return False
+    target = weight, result.planes, result.scales, result.offset
+    if spec.scale_mode == "tied":
+        triton_encode_tied.encode_tied(*target, result.unit, spec.group_size, spec.k_min, spec.beta, progress)
+    else:
+        triton_encode.encode_shared(*target, spec.group_size, spec.k_min, spec.beta, spec.iterations, progress)
+    return True
 
 
 def check_encodable(weights: ExpertWeights, spec: EncodeSpec, path: str) -> None:

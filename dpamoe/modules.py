@@ -8,8 +8,10 @@ from torch import Tensor, nn
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
 from dpamoe import program
 from dpamoe.allocate import allocation_gates, allocation_table
+from dpamoe.kernels import paths
+from dpamoe.kernels.allocation import is_convex
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.kernels.reference import ACTIVATIONS
+from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
 
@@ -74,6 +76,9 @@ class EncodedExperts(nn.Module):
         self.register_buffer("down_bias", down_bias)
         self.register_buffer("residuals", residuals)
         self.register_buffer("table", residuals, persistent=False)
+        self.convex = False  # until a table is chosen
+        self.register_buffer("uniform_table", None, persistent=False)
+        self.uniform_from: int | None = None
         self.register_buffer("budget", torch.full((), float(len(up.planes)), device=device), persistent=False)
         self.register_buffer("k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False)
         spent = torch.zeros(residuals.shape[1], dtype=torch.long, device=device)
@@ -81,21 +86,33 @@ class EncodedExperts(nn.Module):
         self.spend = SpendSpec(budget=float(len(up.planes)))
 
     def set_spend(self, spend: SpendSpec) -> None:
-        """Choose budget, allocation and scope; a change of allocation or scope recompiles, a change of budget does not."""
-        self.spend = spend
+        """Choose budget, allocation, scope and fallback; only a change of budget recompiles nothing.
+
+        With the fallback "uniform", calls of `uniform_from` tokens or more give every expert the same planes; see
+        `uniform_start`, whose ValueError leaves everything as it was.
+        """
+        start = uniform_start(self.site, self.spec, self.residuals.device, spend)
+        self.spend, self.uniform_from = spend, start
         self.budget.fill_(spend.budget)
-        self.table = allocation_table(self.residuals, spend.allocation, self.spec.k_min)
+        self._set_table()
+        self.uniform_table = None if start is None else allocation_table(self.residuals, "uniform", self.spec.k_min)
 
     def set_residuals(self, residuals: Tensor) -> None:
         """Replace the residual table, fp32 [E, C + 1]."""
         self.residuals = residuals
-        self.table = allocation_table(residuals, self.spend.allocation, self.spec.k_min)
+        self._set_table()
+
+    def _set_table(self) -> None:
+        self.table = allocation_table(self.residuals, self.spend.allocation, self.spec.k_min)
+        self.convex = not self.table.is_meta and is_convex(self.table, self.spec.k_min)
 
     def allocate(self, index: Tensor, weights: Tensor) -> Tensor:
         """Planes for each selected expert, int32 [T, A]."""
-        gates = allocation_gates(weights, self.spend.allocation)
-        arguments = (gates, index, self.table, self.budget, self.k_max, self.spec.k_min)
-        if self.spend.scope == "dispatch":
+        allocation, table, scope, convex = self.spend.allocation, self.table, self.spend.scope, self.convex
+        if self.uniform_from is not None and index.shape[0] >= self.uniform_from:
+            allocation, table, scope, convex = "uniform", self.uniform_table, "token", True
+        arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.spec.k_min, convex)
+        if scope == "dispatch":
             return torch.ops.dpamoe.allocate_dispatch(*arguments)
         return torch.ops.dpamoe.allocate(*arguments)
 
@@ -108,8 +125,7 @@ class EncodedExperts(nn.Module):
         chunks = self.allocate(index, weights)
         counted = chunks.flatten().long()
         self.spent.scatter_add_(0, counted, torch.ones_like(counted))
-        compute = self._fused if self.site.fused else self._in_steps
-        result = compute(rows, index, weights, chunks)
+        result = self.compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
             result = result + (kept * rows).to(result.dtype)
@@ -119,6 +135,10 @@ class EncodedExperts(nn.Module):
     def activation(self) -> Callable[[Tensor], Tensor]:
         """What stands between the matmuls, from [N, U] to [N, I]."""
         return ACTIVATIONS[self.site.activation] if self.act is None else self.act
+
+    def compute(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
+        """The experts alone, identity experts left out: rows [T, H] at the given planes, int32 [T, A], to [T, O]."""
+        return (self._fused if self.site.fused else self._in_steps)(rows, index, weights, chunks)
 
     def _fused(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
@@ -165,6 +185,29 @@ class EncodedExperts(nn.Module):
             return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
 
         return super()._apply(move, recurse)
+
+
+def layer_shape(site: Site, spec: EncodeSpec) -> paths.Shape:
+    """What the cost of a site's experts depends on, once encoded."""
+    gated = site.up_rows == 2 * site.inner if site.program is not None else is_gated(site.activation)
+    return paths.Shape(site.experts, site.top_k, site.hidden, site.inner, spec.group_size, gated, spec.scale_mode)
+
+
+def uniform_start(site: Site, spec: EncodeSpec, device: torch.device, spend: SpendSpec) -> int | None:
+    """Tokens from which a site's calls are allocated uniformly; None for never.
+
+    Raises ValueError if the fallback is asked for and `dpamoe tune` has not measured this shape on this device.
+    """
+    if spend.fallback is None:
+        return None
+    shape = layer_shape(site, spec)
+    costs = paths.measured(shape, device)
+    if costs is None:
+        raise ValueError(
+            f"fallback={spend.fallback!r} needs costs of {site.path} ({shape.key}) on {paths.device_name(device)}, and none "
+            "were measured: run `dpamoe tune` on this model there, or leave fallback at None"
+        )
+    return costs.uniform_from
 
 
 def encoded_experts(model: nn.Module) -> dict[str, EncodedExperts]:

@@ -6,6 +6,7 @@ from dpamoe.kernels.layout import SCALE_MODES
 
 ALLOCATIONS = ("dpa", "gate-linear", "gate-only", "residual-only", "uniform")
 SCOPES = ("token", "dispatch")
+FALLBACKS = ("uniform",)
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,23 @@ class SpendSpec:
 
     budget: average planes per selected expert. allocation: "dpa" weighs residuals by the squared gate; "gate-linear" by
     the gate; "gate-only" gives every expert the same residuals; "residual-only" every expert the same gate; "uniform"
-    gives every expert the same planes. scope: "token" holds the budget for each token, "dispatch" for each batch.
+    gives every expert the same planes. scope: "token" holds the budget for each token, "dispatch" for each batch. fallback:
+    "uniform" gives every expert the same planes in calls of so many tokens that this is clearly faster, as `dpamoe tune`
+    measured on the device; a token's planes then depend on how many others are in its batch. None never does.
     """
 
     budget: float = 4.0
     allocation: str = "dpa"
     scope: str = "token"
+    fallback: str | None = None
 
     def __post_init__(self):
         if self.allocation not in ALLOCATIONS:
             raise ValueError(f"allocation is {self.allocation!r}: use one of {', '.join(ALLOCATIONS)}")
         if self.scope not in SCOPES:
             raise ValueError(f"scope is {self.scope!r}: use {' or '.join(SCOPES)}")
+        if self.fallback is not None and self.fallback not in FALLBACKS:
+            raise ValueError(f"fallback is {self.fallback!r}: use {' or '.join(FALLBACKS)}, or None")
 
 
 def check_budget(budget: float, k_min: int, k_max: int) -> float:

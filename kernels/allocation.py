@@ -36,9 +36,11 @@ def weigh(importance: Tensor, gains: Tensor) -> Tensor:
     return (importance[..., None] * gains).where(gains > float("-inf"), float("-inf"))
 
 
-def allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
+def allocate(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
+) -> Tensor:
     """Planes per selected expert, int32 [T, A], one budget per token; shapes as in `ops.allocate`."""
-    if not is_convex(residuals, k_min):
+    if not convex and not is_convex(residuals, k_min):
         return reference.allocate(gates, expert_ids, residuals, budget, k_max, k_min)
     held, spend = reference.planes_to_spend(expert_ids, residuals.shape[0], budget, k_min, k_max)
     gains = plane_gains(residuals, k_min, k_max)[expert_ids.long().where(held, 0)]
@@ -47,7 +49,7 @@ def allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tenso
     return ((chosen + k_min) * held).int()
 
 
-def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
+def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False) -> Tensor:
     """Planes per selected expert, int32 [T, A], one k per distinct expert; shapes as in `ops.allocate_dispatch`."""
     experts = residuals.shape[0]
     held = (expert_ids >= 0) & (expert_ids < experts)
@@ -59,7 +61,7 @@ def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tenso
     )
     extra = torch.floor(present.sum() * (budget.double() - k_min) + (0.5 + 1e-5)).long()
     extra = torch.minimum(extra.clamp_min(0), present.sum() * (k_max - k_min)).view(1)
-    if is_convex(residuals, k_min):
+    if convex or is_convex(residuals, k_min):
         gains = weigh(importance.float(), plane_gains(residuals, k_min, k_max))
         chosen = select(gains.masked_fill(~present[:, None], float("-inf"))[None], extra)[0]
     else:

@@ -2,15 +2,21 @@
 
 Letters: T tokens, A active experts per token, E experts, O out features, I in features, G groups of I, C chunks (planes).
 An id outside 0 … E-1 is padding: it costs nothing and adds nothing. An encoded weight is passed as planes, scales, offset,
-unit (see `layout`). On CUDA the torch implementation runs until a kernel is registered for it.
+unit (see `layout`). On CUDA the Triton kernels run; torch code runs on the CPU, for shapes that they do not support, and for
+fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the kernels multiply in fp16.
 """
+
+import functools
+import importlib.util
 
 import torch
 from torch import Tensor
 
-from dpamoe.kernels import allocation, grouped
+from dpamoe.kernels import allocation, grouped, paths
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
+
+ALLOCATED_INSIDE = 32  # active experts up to which the decode kernel allocates by itself, in one warp
 
 
 def _define(name: str, function, fake):
@@ -18,6 +24,32 @@ def _define(name: str, function, fake):
     op.register_kernel("cpu")(function)
     op.register_fake(fake)
     return op
+
+
+@functools.lru_cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
+    """Whether the Triton kernels compute these rows."""
+    if not _has_triton(x.device) or not expert_ids.numel():
+        return False
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return False
+    from dpamoe.kernels.triton_experts import supported  # Triton is not everywhere
+
+    return all(supported(weight) for weight in weights)
+
+
+def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool) -> str:
+    """Which of the Triton paths: "decode" or "prefill"; the choice never changes k."""
+    mode = "shared" if weight.unit is None else "tied"
+    shape = paths.Shape(weight.offset.shape[0], expert_ids.shape[1], weight.in_features, inner, weight.group_size, gated, mode)
+    return paths.choose(shape, expert_ids.shape[0], x.device)
 
 
 def _check_pairs(expert_ids: Tensor, **others: Tensor) -> None:
@@ -60,21 +92,28 @@ def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: in
         )
 
 
-def _allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
+def _allocate(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
+) -> Tensor:
     """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
 
     gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes); budget fp32 0-d or
     [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A]; each row sums to
-    floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. Source: DPA-MoE, section 3.3.
+    floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. convex: the caller's word that every row
+    falls by less and less from k_min on, which saves looking; False is always right. Source: DPA-MoE, section 3.3.
     """
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
         raise ValueError(f"budget {list(budget.shape)} must be 0-d or hold one number for each of {expert_ids.shape[0]} tokens")
-    return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min)
+    if _has_triton(gates.device):
+        from dpamoe.kernels import triton_allocate
+
+        return triton_allocate.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+    return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
 
 
 def _allocate_dispatch(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
 ) -> Tensor:
     """Planes for every distinct expert of the batch: minimise sum over e of (sum of gate^2) * residuals[e, k_e].
 
@@ -83,10 +122,14 @@ def _allocate_dispatch(
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim():
         raise ValueError(f"budget {list(budget.shape)} must be 0-d: a dispatch shares one budget")
-    return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min)
+    if _has_triton(gates.device):
+        from dpamoe.kernels import triton_allocate
+
+        return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+    return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
 
 
-def _allocate_fake(gates, expert_ids, residuals, budget, k_max, k_min):
+def _allocate_fake(gates, expert_ids, residuals, budget, k_max, k_min, convex=False):
     return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
@@ -103,7 +146,17 @@ def _expert_matmul(
     _check_pairs(expert_ids, chunks=chunks)
     _check_rows(x, expert_ids, weight)
     _check_chunks(chunks, planes)
+    if _in_triton(x, expert_ids, weight):
+        from dpamoe.kernels import triton_experts
+
+        few = _path(x, expert_ids, weight, offset.shape[1], False) == "decode"
+        run = triton_experts.decode_matmul if few else triton_experts.prefill_matmul
+        return run(_with_unit_stride(x), expert_ids, chunks, weight, bias)
     return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _expert_matmul_fake(x, expert_ids, chunks, planes, scales, offset, unit, bias, group_size):
@@ -121,14 +174,49 @@ def _expert_ffn(
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
     the dtype of x, accumulated in fp32, slots added in order. Raises ValueError on shapes that do not fit.
     """
-    _check_activation(activation)
+    both = (
+        up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
+        activation, group_size,
+    )  # fmt: skip
     _check_pairs(expert_ids, gates=gates, chunks=chunks)
-    up = EncodedWeight(up_planes, up_scales, up_offset, up_unit, x.shape[-1], group_size)
-    width = up_offset.shape[1] // (2 if is_gated(activation) else 1)
-    down = EncodedWeight(down_planes, down_scales, down_offset, down_unit, width, group_size)
-    _check_rows(x, expert_ids, up)
+    up, down = _opened(x, expert_ids, *both)
     _check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
+    output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, None)
+    if output is not None:
+        return output
     return grouped.expert_ffn(x, expert_ids, gates, chunks, up, up_bias, down, down_bias, activation)
+
+
+def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
+    """Both weights of an expert block, checked."""
+    *parts, activation, group_size = both
+    _check_activation(activation)
+    width = parts[2].shape[1] // (2 if is_gated(activation) else 1)
+    up = EncodedWeight(*parts[:4], x.shape[-1], group_size)
+    _check_rows(x, expert_ids, up)
+    return up, EncodedWeight(*parts[5:9], width, group_size)
+
+
+def _ffn_in_triton(x, expert_ids, gates, chunks, *rest) -> Tensor | None:
+    """The expert block by the Triton kernels, or None where they do not compute it.
+
+    The last argument: residuals, budget, k_max and k_min of an allocation to be made on the way, which only the decode path
+    can do, and which writes chunks; or None.
+    """
+    *both, allocation = rest
+    up, down = _opened(x, expert_ids, *both)
+    if not _in_triton(x, expert_ids, up, down):
+        return None
+    from dpamoe.kernels import triton_experts
+
+    few = _path(x, expert_ids, up, down.in_features, is_gated(both[-2])) == "decode"
+    if allocation is not None and not few:
+        return None
+    arguments = (_with_unit_stride(x), expert_ids, gates, chunks, up, both[4], down, both[9], both[-2])
+    if few:
+        made = None if allocation is None else triton_experts.Allocation(gates, *allocation)
+        return triton_experts.decode_ffn(*arguments, made)
+    return triton_experts.prefill_ffn(*arguments)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):
@@ -139,15 +227,21 @@ def _routed_ffn(
     x: Tensor, expert_ids: Tensor, gates: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
-    down_bias: Tensor | None, activation: str, group_size: int, k_min: int,
+    down_bias: Tensor | None, activation: str, group_size: int, k_min: int, convex: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`allocate` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and the planes spent [T, A]."""
-    chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min)
-    output = _expert_ffn(
-        x, expert_ids, gates, chunks, up_planes, up_scales, up_offset, up_unit, up_bias,
-        down_planes, down_scales, down_offset, down_unit, down_bias, activation, group_size,
+    both = (
+        up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
+        activation, group_size,
     )  # fmt: skip
-    return output, chunks
+    if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and _has_triton(x.device):
+        _check_table(gates, expert_ids, residuals, k_min)
+        chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
+        output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, (residuals, budget, k_max, k_min))
+        if output is not None:
+            return output, chunks
+    chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+    return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
 
 
 def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):

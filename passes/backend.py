@@ -29,7 +29,7 @@ def compile_backend(gm: fx.GraphModule, example_inputs: list[Tensor], *, options
 
     own = {name: value for name, value in (options or {}).items() if name in OWN_OPTIONS}
     rest = {name: value for name, value in (options or {}).items() if name not in OWN_OPTIONS}
-    work = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    work = _copy(gm)
     extras: list[Tensor] = []
     if not _has_ops(gm) and _stacked(gm, example_inputs):
         extras = _encode(work, example_inputs, **own)
@@ -37,6 +37,22 @@ def compile_backend(gm: fx.GraphModule, example_inputs: list[Tensor], *, options
     fuse_allocation(work)
     compiled = compile_fx(work, [*example_inputs, *extras], config_patches=rest or None)
     return (lambda *args: compiled(*args, *extras)) if extras else compiled
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph to work on, with what tells Inductor which inputs stay in place: without it CUDA graphs are skipped."""
+    work = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    work.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        work._param_name_to_source = gm._param_name_to_source
+    for mine, theirs in zip(_inputs(work), _inputs(gm), strict=True):
+        if hasattr(theirs, "_dynamo_source"):
+            mine._dynamo_source = theirs._dynamo_source
+    return work
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="placeholder")
 
 
 def _encode(gm: fx.GraphModule, example_inputs: list, budget: float = 4.0, residuals: str | None = None, group_size: int = 128):

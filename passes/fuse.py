@@ -22,11 +22,11 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
             continue
         if sum(_is(user, ops.expert_ffn) for user in chunks.users) > 1:
             continue
-        _, _, residuals, budget, k_max, k_min = chunks.args
+        _, _, residuals, budget, k_max, *rest = chunks.args  # k_min, convex
         readers = [user for user in chunks.users if user is not expert]
         with gm.graph.inserting_before(min([expert, *readers])):
             routed = gm.graph.call_function(
-                ops.routed_ffn.default, (x, ids, gates, residuals, budget, k_max, *weights, k_min), name="routed_ffn"
+                ops.routed_ffn.default, (x, ids, gates, residuals, budget, k_max, *weights, *rest), name="routed_ffn"
             )
             output = gm.graph.call_function(operator.getitem, (routed, 0))
             spent = gm.graph.call_function(operator.getitem, (routed, 1))

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from dpamoe.allocate import project
 from dpamoe.encode import check_encodable, encode
+from dpamoe.kernels.allocation import is_convex
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS
 from dpamoe.passes.find import find_sites
@@ -177,7 +178,8 @@ def _replace(gm, region: Region, experts: nn.Module, site: Site, spec: EncodeSpe
             return None
         with graph.inserting_after(last):
             last = graph.placeholder(f"dpamoe_{len(extras)}")
-        last.meta["example_value"] = tensor
+        last._dynamo_source, last.meta["example_value"] = None, tensor
+        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # stays where it is, as far as CUDA graphs go
         extras.append(tensor)
         return last
 
@@ -190,7 +192,9 @@ def _replace(gm, region: Region, experts: nn.Module, site: Site, spec: EncodeSpe
     limits = [lift(tensor) for tensor in (table.to(device), *numbers)]
     hidden, index, gates = (region.roles[name] for name in ("hidden", "index", "weights"))
     with graph.inserting_before(region.output):
-        chunks = graph.call_function(torch.ops.dpamoe.allocate.default, (gates, index, *limits, spec.k_min))
+        chunks = graph.call_function(
+            torch.ops.dpamoe.allocate.default, (gates, index, *limits, spec.k_min, is_convex(table, spec.k_min))
+        )
         args = (hidden, index, gates, chunks, *both, site.activation, spec.group_size)
         output = graph.call_function(torch.ops.dpamoe.expert_ffn.default, args)
     region.output.replace_all_uses_with(output)

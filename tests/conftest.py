@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 from safetensors import safe_open
 
 from dpamoe.kernels.layout import EncodedWeight, groups_of, pack_signs
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -229,3 +233,19 @@ def tiny_saved(tiny_encoded, tmp_path_factory):
     import dpamoe
 
     return dpamoe.save(tiny_encoded(), tmp_path_factory.mktemp("saved") / "tiny")
+
+
+@pytest.fixture
+def store_costs(tmp_path, monkeypatch):
+    """Function that stores costs of a shape on the CPU, (shape, uniform_from, {tokens: {path: µs}}), in a cache of its own."""
+    from dpamoe.kernels import paths
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths.forget_costs()
+
+    def store(shape, uniform_from=None, microseconds=None):
+        times = microseconds or {1: {"decode": 1.0, "prefill": 2.0}}
+        return paths.save_costs("cpu", {shape.key: paths.Costs(times, uniform_from, 4.0, "2026-01-31", "2.11.0", "3.6.0")})
+
+    yield store
+    paths.forget_costs()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import dpamoe
 from dpamoe import api
 from dpamoe.kernels.grouped import decode
-from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.modules import EncodedExperts, encoded_experts, layer_shape
 from dpamoe.passes import verify
 from dpamoe.sites import ExpertWeights, scatter
 
@@ -177,6 +177,54 @@ def test_a_second_transform_changes_only_the_budget(transformed):
     with pytest.raises(ValueError, match="budget is 9"):
         dpamoe.transform(model, 9)
     assert dpamoe.report(model).budget == 3.5
+
+
+def shapes_of(model):
+    return {layer_shape(experts.site, experts.spec) for experts in encoded_experts(model).values()}
+
+
+def test_fallback_needs_measured_costs_before_anything_is_encoded(random_model, random_ids, store_costs):
+    model = random_model("qwen3_moe")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="E8 A2 H64 I32 g32 gated shared.*on cpu.*run `dpamoe tune`"):
+        dpamoe.transform(model, 3, calibration=random_ids(4, 50), spec=SPEC, fallback="uniform")
+    assert not encoded_experts(model) and not hasattr(model, "dpamoe_unfinished")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="fallback is 'always': use uniform, or None"):
+        dpamoe.transform(model, 3, calibration=random_ids(4, 50), spec=SPEC, fallback="always")
+
+
+def test_fallback_makes_planes_depend_on_the_batch_and_nothing_else_does(transformed, random_ids, store_costs):
+    _, model = transformed("qwen3_moe")
+    for shape in shapes_of(model):
+        store_costs(shape, uniform_from=24)
+    assert dpamoe.transform(model, 3.0, fallback="uniform") is model
+    logits(model, random_ids(1, 23))
+    assert len(dpamoe.stats(model, reset=True)["histogram"]) > 1
+    logits(model, random_ids(2, 12))
+    assert dpamoe.stats(model, reset=True)["histogram"] == {3: 2 * 24 * 2}
+    dpamoe.transform(model, 5.0)  # only the budget
+    logits(model, random_ids(2, 12))
+    assert dpamoe.stats(model, reset=True)["histogram"] == {5: 2 * 24 * 2}
+    dpamoe.set_spend(model, fallback=None)
+    logits(model, random_ids(2, 12))
+    assert len(dpamoe.stats(model, reset=True)["histogram"]) > 1
+
+
+def test_fallback_at_transform(random_model, random_ids, store_costs, transformed):
+    store_costs(*shapes_of(transformed("qwen3_moe")[1]), uniform_from=24)
+    model = dpamoe.transform(random_model("qwen3_moe"), 3, calibration=random_ids(4, 50), spec=SPEC, fallback="uniform")
+    assert {experts.uniform_from for experts in encoded_experts(model).values()} == {24}
+    with dpamoe.budget(model, 4):
+        assert all(experts.spend.fallback == "uniform" for experts in encoded_experts(model).values())
+
+
+def test_fallback_without_costs_changes_no_site(transformed, store_costs):
+    _, model = transformed("qwen3_moe")
+    before = [experts.spend for experts in encoded_experts(model).values()]
+    with pytest.raises(ValueError, match="run `dpamoe tune`"):
+        dpamoe.set_spend(model, budget=3.0, fallback="uniform")
+    assert [experts.spend for experts in encoded_experts(model).values()] == before
 
 
 def test_an_interrupted_transform_is_not_a_success_and_can_be_finished(random_model, random_ids, monkeypatch, tmp_path):

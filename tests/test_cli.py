@@ -126,7 +126,7 @@ def check_failed(outcome, *words):
     code, out, err = outcome
     assert (code, out) == (1, ""), err
     (line,) = err.splitlines()
-    assert re.match(r"dpamoe (convert|inspect|eval|generate|profile|demo|doctor): error: \S", line)
+    assert re.match(r"dpamoe (convert|inspect|eval|generate|profile|tune|bench|demo|doctor): error: \S", line)
     assert all(word in line for word in words), line
     assert "Traceback" not in line
 
@@ -376,6 +376,16 @@ BAD_INPUT = {
     ),
     "a reference that is missing": (["eval", "{encoded}", "--text", "{text}", "--reference", "{no}"], ["does not exist"]),
     "a picture in no folder": (["eval", "{encoded}", "--text", "{text}", "--picture", "{no}/a.png"], ["does not exist"]),
+    "tune without a GPU": (["tune", "{source}", "--device", "cpu"], ["dpamoe tune measures GPU kernels"]),
+    "bench a dense model": (["bench", "{dense}", "--group-size", "32"], ["no routed experts", "looks dense"]),
+    "bench what is nowhere": (["bench", "{no}"], ["nowhere is no folder", "model type of transformers", "on the hub"]),
+    "bench a folder that is no model": (["bench", "{texts}"], ["has no config.json"]),
+    "bench at a budget too high": (["bench", "{source}", "--budget", "4,9"], ["budget is 9", "2 to 8"]),
+    "bench a group too wide": (["bench", "{source}", "--group-size", "256"], ["group_size 256 exceeds the 128 inputs"]),
+    "bench a field that is none": (["bench", "{source}", "--set", "layers=3"], ["does not take layers=3", "no field layers"]),
+    "bench a baseline that is none": (
+        ["bench", "{source}", "--baselines", "grouped_mm,best"], ["baselines best are unknown", "batched_mm"],
+    ),
     "a demo picture in no folder": (["demo", "--max-tokens", "100", "--picture", "{no}/a.png"], ["does not exist"]),
 }  # fmt: skip
 
@@ -502,6 +512,11 @@ def test_an_original_under_other_names_is_refused(run, damaged, tmp_path):
         (["convert", "a", "--output-dir", "b", "--group-size", "many"], "invalid int"),
         (["convert", "a", "--output-dir", "b", "--device", "nonsense"], "no device of this machine"),
         (["generate", "a", "--prompt", "b", "--device", "cuda:77"], "no device of this machine"),
+        (["bench", "a", "--tokens", "1,x"], "not a list of whole numbers"),
+        (["bench", "a", "--tokens", "0"], "not a list of whole numbers"),
+        (["bench", "a", "--set", "num_hidden_layers"], "not a field and its value"),
+        (["bench", "a", "--mode", "fast"], "invalid choice"),
+        (["tune"], "model"),
         (["doctor", "--unknown"], "unrecognized arguments"),
     ],
 )
@@ -514,7 +529,8 @@ def test_wrong_usage_ends_with_2(run, arguments, words):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0 and all(f"\n    {command.NAME} " in out for command in COMMANDS)
-    assert [command.NAME for command in COMMANDS] == ["demo", "convert", "profile", "inspect", "eval", "generate", "doctor"]
+    names = ["demo", "convert", "profile", "inspect", "eval", "generate", "tune", "bench", "doctor"]
+    assert [command.NAME for command in COMMANDS] == names
     for command in COMMANDS:
         code, out, _ = run(command.NAME, "--help")
         assert code == 0 and "--json" in out

@@ -7,7 +7,7 @@ import dpamoe
 from dpamoe.kernels import reference
 from dpamoe.kernels.grouped import expert_ffn
 from dpamoe.kernels.reference import is_gated
-from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.modules import EncodedExperts, encoded_experts, layer_shape
 from dpamoe.sites import ExpertLayout, Site, Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
 
@@ -245,6 +245,59 @@ def test_encoded_experts_lists_them_by_path(experts):
     model.second = experts()
     assert list(encoded_experts(model).items()) == [("first.0", model.first[0]), ("second", model.second)]
     assert encoded_experts(model.plain) == {}
+
+
+def test_shape_of_a_layer(experts):
+    assert layer_shape(experts().site, experts().spec).key == "E6 A3 H40 I24 g16 gated shared"
+    plain = experts(activation="relu2", tied=True)
+    assert layer_shape(plain.site, plain.spec).key == "E6 A3 H40 I24 g16 plain tied"
+
+
+@pytest.mark.parametrize("scope", ["token", "dispatch"])
+def test_fallback_gives_equal_planes_in_large_calls_only(experts, routing, store_costs, scope):
+    module, (hidden, index, weights) = experts(), routing(20)
+    store_costs(layer_shape(module.site, module.spec), uniform_from=12)
+    module.set_spend(SpendSpec(5.0, scope=scope))
+    expected = {tokens: module.allocate(index[:tokens], weights[:tokens]) for tokens in (11, 12, 20)}
+    module.set_spend(SpendSpec(5.0, scope=scope, fallback="uniform"))
+    assert torch.equal(module.allocate(index[:11], weights[:11]), expected[11])
+    for tokens in (12, 20):
+        assert (expected[tokens] != 5).any() and (module.allocate(index[:tokens], weights[:tokens]) == 5).all()
+    module(hidden, index, weights)
+    assert module.spent[5] == 60 and module.spent.sum() == 60
+    module.set_spend(SpendSpec(5.0, scope=scope))
+    assert module.uniform_table is None and torch.equal(module.allocate(index, weights), expected[20])
+
+
+def test_fallback_where_uniform_never_pays(experts, routing, store_costs):
+    module, (_, index, weights) = experts(), routing(20)
+    store_costs(layer_shape(module.site, module.spec), uniform_from=None)
+    module.set_spend(SpendSpec(3.0))
+    expected = module.allocate(index, weights)
+    module.set_spend(SpendSpec(3.0, fallback="uniform"))
+    assert module.uniform_from is None and torch.equal(module.allocate(index, weights), expected)
+
+
+def test_fallback_without_costs_changes_nothing(experts, routing, store_costs):
+    module, (_, index, weights) = experts(), routing(20)
+    module.set_spend(SpendSpec(3.0))
+    expected = module.allocate(index, weights)
+    with pytest.raises(ValueError, match=r"experts \(E6 A3 H40 I24 g16 gated shared\) on cpu, and none were .* `dpamoe tune`"):
+        module.set_spend(SpendSpec(5.0, fallback="uniform"))
+    assert module.spend == SpendSpec(3.0) and float(module.budget) == 3.0
+    assert torch.equal(module.allocate(index, weights), expected)
+
+
+def test_fallback_compiles_to_a_guard_on_the_number_of_tokens(experts, routing, store_costs, tolerance, compiles):
+    backend, graphs = compiles
+    module = experts()
+    store_costs(layer_shape(module.site, module.spec), uniform_from=12)
+    module.set_spend(SpendSpec(3.0, fallback="uniform"))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for tokens in (5, 13, 9, 11, 12, 20, 6, 40):
+        inputs = routing(tokens)
+        torch.testing.assert_close(compiled(*inputs), module(*inputs), **tolerance(torch.float32))
+    assert len(graphs) <= 3  # one length, any length on either side
 
 
 @pytest.mark.parametrize("allocation", ["dpa", "gate-only"])

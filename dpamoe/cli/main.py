@@ -7,9 +7,9 @@ import sys
 import warnings
 
 from dpamoe import __version__
-from dpamoe.cli import convert, demo, doctor, evaluate, generate, inspect, profile
+from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, profile, tune
 
-COMMANDS = (demo, convert, profile, inspect, evaluate, generate, doctor)
+COMMANDS = (demo, convert, profile, inspect, evaluate, generate, tune, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

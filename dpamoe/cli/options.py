@@ -1,6 +1,7 @@
 """Flags that several commands share, and the checks that argparse makes with them."""
 
 import argparse
+import json
 
 import torch
 
@@ -25,6 +26,28 @@ def encode_spec(args: argparse.Namespace) -> EncodeSpec:
     return EncodeSpec(args.group_size, args.k_min, args.k_max, args.scale_mode, args.beta)
 
 
+def config_flags(parser: argparse.ArgumentParser) -> None:
+    """A model by its config alone, changes of that config, and how its random experts are encoded."""
+    parser.add_argument("model", help="a model folder, a model type of transformers such as qwen3_moe, or a name on the hub")
+    parser.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE",
+        help="change a field of the config, such as num_hidden_layers=4; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--group-size", type=int, help="weights per scale; -1: whole rows; default: the folder's, or 128")
+    parser.add_argument("--scale-mode", choices=SCALE_MODES, help="one scale per plane, or one per group; default: shared")
+
+
+def setting(text: str) -> tuple[str, object]:
+    """A field and its value, which is read as JSON where it can be, else as text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a field and its value such as num_hidden_layers=4")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
 def device_flag(parser: argparse.ArgumentParser) -> None:
     """--device, by default the GPU if there is one."""
     parser.add_argument(
@@ -47,6 +70,14 @@ def numbers(text: str) -> list[float]:
         return sorted({float(part) for part in text.split(",")})
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,2.5,3") from error
+
+
+def counts(text: str) -> list[int]:
+    """A comma-separated list of whole numbers above 0, rising and without repeats."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers above 0 such as 1,8,64")
+    return sorted({int(part) for part in parts})
 
 
 def positive(text: str) -> int:

@@ -1,0 +1,175 @@
+"""Time a whole model at random weights, batch 1: tokens per second and time to the first token, encoded beside bf16.
+
+Every model has a static cache. A prompt runs as `generate` runs it, not compiled; on CUDA a decoding step is compiled and
+replayed as a CUDA graph. Only one model is in memory at a time.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from dpamoe import api, measure, synthetic
+from dpamoe.bench import BASELINES, GATHERS, check_baselines, gathered_bytes
+from dpamoe.progress import track
+from dpamoe.sites import Site
+from dpamoe.spec import EncodeSpec, check_budget
+
+PROMPTS = (512, 2048)
+NEW_TOKENS = 64
+REPEATS = 3
+WARM_STEPS = {"cuda": 8, "cpu": 1}  # compiling, and recording the graph
+OURS = "dpamoe"
+
+
+def bench_model(
+    source: str, device: torch.device, spec: EncodeSpec, budgets: Sequence[float], prompts: Sequence[int] = PROMPTS,
+    new_tokens: int = NEW_TOKENS, baselines: Sequence[str] = BASELINES[:1], baselines_first: bool = False,
+    changes: dict | None = None,
+) -> dict:  # fmt: skip
+    """Build, time and free the encoded model, then each baseline, or the other way round; `dpamoe bench --mode model --json`.
+
+    Raises ValueError for a model without routed experts, an unknown baseline or a budget out of range.
+    """
+    check_baselines(baselines)
+    for budget in budgets:
+        check_budget(budget, spec.k_min, spec.k_max)
+    config = synthetic.read_config(source, changes)
+    jobs = [*baselines, OURS] if baselines_first else [OURS, *baselines]
+    rows, (_, sites) = [], synthetic.with_sites(config, spec)
+    for name in track(jobs, "bench", str):
+        rows += _job(name, config, sites, spec, budgets, prompts, new_tokens, device)
+        measure.release(device)
+    own = [row for row in rows if row["model"] == OURS]
+    for row in own:
+        others = [other for other in rows if other["model"] != OURS]
+        row["speedup"] = {other["model"]: row["tokens_per_second"] / other["tokens_per_second"] for other in others}
+    described = {"sites": len(sites), "context": prompts[0], "new_tokens": new_tokens, "compiled": device.type == "cuda"}
+    return {"mode": "model", "model": source, **measure.facts(device), **described, "rows": rows}
+
+
+def _job(
+    name: str, config, sites: list[Site], spec: EncodeSpec, budgets: Sequence[float], prompts: Sequence[int], new_tokens: int,
+    device: torch.device,
+) -> list[dict]:  # fmt: skip
+    """Build one model, time it (at every budget), and drop it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    encoded = name == OURS
+    model = synthetic.encoded_model(config, sites, spec, device) if encoded else synthetic.plain_model(config, device, name)
+    held = {"weight_bytes": measure.held_bytes(model), "memory_bytes": _allocated(device)}
+    timer = Timer(model, _step(model, encoded, device), device)
+    rows = []
+    with torch.no_grad():
+        for budget in budgets if encoded else [None]:
+            if budget is not None:
+                api.set_budget(model, budget)
+            first = {str(count): _first_token(timer, name, sites, count) for count in prompts}
+            speed = timer.tokens_per_second(prompts[0], new_tokens)
+            row = {"model": name, "budget": budget, "tokens_per_second": speed, "ms_per_token": 1e3 / speed, "ttft_ms": first}
+            rows.append({**row, **held, "peak_bytes": _peak(device)})
+    return rows
+
+
+def _first_token(timer: "Timer", name: str, sites: list[Site], count: int) -> float | None:
+    if name == GATHERS and gathered_bytes(sites[0], count * sites[0].top_k) > measure.free_bytes(timer.device) / 2:
+        return None
+    return timer.first_token_ms(count)
+
+
+def _step(model: nn.Module, encoded: bool, device: torch.device) -> Callable:
+    """One decoding step, as CUDA graph where there is CUDA."""
+    if device.type != "cuda":
+        return model.forward
+    torch.compiler.reset()
+    if encoded:
+        return torch.compile(model.forward, backend="dpamoe", options={"triton.cudagraphs": True})
+    return torch.compile(model.forward, mode="reduce-overhead")
+
+
+class Timer:
+    """Runs one model at batch 1: prompts of random tokens, then greedy steps, each length with its own static cache."""
+
+    def __init__(self, model: nn.Module, step: Callable, device: torch.device):
+        self.model, self.step, self.device = model, step, device
+        self.caches: dict[int, object] = {}
+        self.vocabulary = model.config.get_text_config().vocab_size
+        accepted = inspect.signature(model.forward).parameters
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.cache_name = "cache" if "cache" in accepted else "past_key_values"  # its older name
+
+    def first_token_ms(self, count: int) -> float:
+        """Median time from a prompt of `count` tokens to the next token, ms."""
+        self.prefill(count, count)
+        return 1e3 * median(measure.seconds(lambda: self.prefill(count, count), self.device) for _ in range(REPEATS))
+
+    def tokens_per_second(self, count: int, new_tokens: int) -> float:
+        """Median speed of decoding behind a prompt of `count` tokens."""
+        warm = WARM_STEPS["cuda" if self.device.type == "cuda" else "cpu"]
+        token = self.prefill(count, count + warm + REPEATS * new_tokens)
+        position = torch.full((1, 1), count, device=self.device)
+        cache = self.caches[count + warm + REPEATS * new_tokens]
+        self.decode(token, position, cache, warm)
+        times = [
+            measure.seconds(lambda: self.decode(token, position, cache, new_tokens), self.device) for _ in range(REPEATS)
+        ]  # fmt: skip
+        return new_tokens / median(times)
+
+    def prefill(self, count: int, length: int) -> Tensor:
+        """Run a prompt from an empty cache of `length` places; the token that follows, [1, 1]."""
+        from transformers import StaticCache
+
+        if length in self.caches:
+            self.caches[length].reset()
+        else:
+            self.caches[length] = StaticCache(config=self.model.config, max_cache_len=length)
+        generator = torch.Generator().manual_seed(count)
+        ids = torch.randint(self.vocabulary, (1, count), generator=generator).to(self.device)
+        out = self.model(input_ids=ids, use_cache=True, **{self.cache_name: self.caches[length]}, **self.last_only)
+        return out.logits[:, -1:].argmax(-1)
+
+    def decode(self, token: Tensor, position: Tensor, cache, steps: int) -> None:
+        """Greedy steps; token and position are moved on in place."""
+        for _ in range(steps):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = self.step(input_ids=token, position_ids=position, use_cache=True, **{self.cache_name: cache})
+            token.copy_(out.logits[:, -1:].argmax(-1))
+            position.add_(1)
+
+
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def table(outcome: dict) -> str:
+    """The rows as text."""
+    prompts = list(outcome["rows"][0]["ttft_ms"])
+    names = sorted({name for row in outcome["rows"] for name in row.get("speedup", {})})
+    head = (
+        "experts", "k̄", "tok/s", "ms/token", *(f"first of {count}, ms" for count in prompts),
+        "weights GB", "held GB", "peak GB", *(f"× {name}" for name in names),
+    )  # fmt: skip
+    rows = [
+        (
+            row["model"], _cell(row["budget"], "g"), f"{row['tokens_per_second']:.1f}", f"{row['ms_per_token']:.2f}",
+            *(_cell(row["ttft_ms"][count], ".1f") for count in prompts),
+            *(_cell(row[key] and row[key] / 1e9, ".2f") for key in ("weight_bytes", "memory_bytes", "peak_bytes")),
+            *(_cell(row.get("speedup", {}).get(name), ".2f") for name in names),
+        )
+        for row in outcome["rows"]
+    ]  # fmt: skip
+    note = "compiled, CUDA graphs" if outcome["compiled"] else "not compiled"
+    decoding = f"decoding of {outcome['new_tokens']} tokens behind {outcome['context']}, {note}; prompts not compiled"
+    return "\n".join(
+        [measure.heading(outcome), f"{outcome['sites']} layers of experts, batch 1; {decoding}", measure.table(head, rows)]
+    )
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,48 @@
+"""`dpamoe bench`: time a layer's experts or a whole model at random weights, beside transformers' own experts in bf16."""
+
+from dpamoe import bench, bench_model, measure, synthetic
+from dpamoe.cli import options
+
+NAME = "bench"
+HELP = "time a layer's experts or a whole model at random weights, beside bf16 experts"
+MODES = ("layer", "model")
+
+
+def arguments(parser) -> None:
+    """Flags of this command."""
+    options.config_flags(parser)
+    parser.add_argument("--mode", choices=MODES, default="layer", help="one layer's experts, or generation by a whole model")
+    parser.add_argument("--tokens", type=options.counts, default=list(bench.TOKENS), help="layer: batch sizes, such as 1,8,64")
+    parser.add_argument("--budget", type=options.numbers, default=[4.0], help="average planes per expert, such as 4 or 2.5,3,4")
+    parser.add_argument(
+        "--baselines", type=_names, default=None,
+        help=f"transformers' experts beside ours, or none; default: {','.join(bench.BASELINES)}; model: {bench.BASELINES[0]}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=options.counts, default=list(bench_model.PROMPTS), help="model: tokens before the first new one"
+    )
+    parser.add_argument("--new-tokens", type=options.positive, default=bench_model.NEW_TOKENS, help="model: tokens decoded")
+    parser.add_argument("--baselines-first", action="store_true", help="model: build and time the baselines first")
+    options.device_flag(parser)
+
+
+def _names(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
+
+
+def run(args) -> dict:
+    """Time what was asked for."""
+    device, changes = measure.device_of(args.device), dict(args.set)
+    spec = synthetic.held_spec(args.model, args.group_size, args.scale_mode)
+    if args.mode == "layer":
+        baselines = bench.BASELINES if args.baselines is None else args.baselines
+        return bench.bench_layers(args.model, device, spec, args.budget, args.tokens, baselines, changes)
+    baselines = bench.BASELINES[:1] if args.baselines is None else args.baselines
+    return bench_model.bench_model(
+        args.model, device, spec, args.budget, args.prompts, args.new_tokens, baselines, args.baselines_first, changes
+    )
+
+
+def show(outcome: dict) -> str:
+    """The table of the mode."""
+    return (bench.table if outcome["mode"] == "layer" else bench_model.table)(outcome)

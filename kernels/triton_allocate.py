@@ -1,0 +1,399 @@
+"""Triton kernels of `allocate` and `allocate_dispatch`: planes per expert by rank selection, or by the exact programme.
+
+Rank selection (exact where rows are convex): gains gate^2 * (R[k] - R[k+1]) in fp32 become integers that sort like them,
+and a plane is given if fewer planes of its token go before it than may be spent. Rows that are not convex go to the
+multiple-choice knapsack of `reference.knapsack`, on the device. Source: DPA-MoE, section 3.3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FORBIDDEN = tl.constexpr(-1)  # sorts below every gain
+_NEVER_BELOW = tl.constexpr(0x7FFFFFFF)
+_TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
+_UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
+_BLOCK = 1024  # pairs that one program hands planes to
+_PAIRS, _EXPERTS, _TILES = 32, 32, tl.constexpr(8)  # that one program compares at once, and how often it loads ahead
+_LEAST_PAIRS, _MOST_PARTS = 512, 64  # pairs that one program adds up at least; partial sums that the last one reads
+
+
+@triton.jit
+def _is_held(expert, experts):
+    return expert.to(tl.uint64) < experts  # negative ids turn into huge ones
+
+
+@triton.jit
+def _finite(square):
+    """The largest fp32 instead of inf, so that a gain of 0 stays 0; NaN stays."""
+    return tl.minimum(square, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _extra(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
+    """Planes above k_min for `count` experts and for one at most; clamping before `reference.planes_to_spend` rounds."""
+    limit = tl.maximum(tl.minimum(tl.load(k_max).to(tl.int32), C) - K_MIN, 0)
+    average = tl.load(budget)
+    average = tl.minimum(tl.maximum(average, K_MIN), (K_MIN + limit).to(average.dtype)).to(tl.float64)
+    return (count.to(tl.float64) * average + (0.5 + 1e-5)).to(tl.int32) - count * K_MIN, limit
+
+
+@triton.jit
+def _key(square, upper, lower):
+    """Integer that sorts like square * (upper - lower); without its sign every NaN is on top, where torch sorts it."""
+    return (square * (upper - lower)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _keys(row, column, square, limit, STEPS: tl.constexpr):
+    """Tuple of the keys of each row's STEPS gains, forbidden from `limit` on; row: pointers to columns k_min."""
+    keys = ()
+    square, upper = _finite(square), tl.load(row)
+    for step in tl.static_range(STEPS):
+        lower = tl.load(row + (step + 1) * column)
+        keys = keys + (tl.where(step < limit, _key(square, upper, lower), _FORBIDDEN),)
+        upper = lower
+    return keys
+
+
+@triton.jit
+def _given(row, column, square, first, own, keys, rival, extra, limit, STEPS: tl.constexpr, EACH: tl.constexpr):
+    """How many of its own planes each lane gets, int32 [1, L]: of EACH, the `first`-th of its slot on.
+
+    row, square, first, own (slot), extra: of each lane, [1, L] or scalar; keys, rival (slot): of each rival, [N, 1]. Gains
+    fall, so that a slot's planes are given in order and need no comparison among each other.
+    """
+    square, upper = _finite(square), tl.load(row + first * column, mask=first < STEPS, other=0.0)
+    taken = tl.zeros_like(first)
+    wins_ties, itself = (rival < own).to(tl.int32), tl.where(rival == own, _NEVER_BELOW, 0)
+    for i in tl.static_range(EACH):
+        step = first + i
+        lower = tl.load(row + (step + 1) * column, mask=step < STEPS, other=0.0)
+        bar = (_key(square, upper, lower) | itself) - wins_ties
+        upper = lower
+        ahead = tl.zeros_like(bar + step)
+        for j in tl.static_range(STEPS):
+            ahead += (keys[j] > bar).to(tl.int32)
+        rank = tl.sum(ahead, 0, keep_dims=True) + step
+        taken += ((rank < extra) & (step < limit)).to(tl.int32)
+    return taken
+
+
+@triton.jit
+def planes_of_slot(
+    gates, expert_ids, residuals, budget, k_max, token, slot, experts,
+    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
+    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
+):  # fmt: skip
+    """Planes of one slot of one token by rank selection: int32 scalar, 0 for padding.
+
+    Pointers to gates float [T, A], expert_ids int [T, A], residuals fp32 [E, C + 1], budget fp32 [T] (row stride 0: one for
+    all) and k_max int; strides in elements; A_PAD is A, padded to a power of two. Rows must be convex from K_MIN on.
+    Slots times lanes fill at most one warp (A <= 32), so that no sum leaves it. Source: DPA-MoE, section 3.3.
+    """
+    STEPS: tl.constexpr = C - K_MIN
+    STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
+    LANES: tl.constexpr = min(STEPS_PAD, max(1, 32 // A_PAD))
+    EACH: tl.constexpr = STEPS_PAD // LANES
+    gates += tl.cast(token, tl.int64) * gates_row
+    expert_ids += tl.cast(token, tl.int64) * ids_row
+    rival = tl.arange(0, A_PAD)[:, None]
+    own_expert = tl.load(expert_ids + slot * ids_column)
+    expert = tl.load(expert_ids + rival * ids_column, mask=rival < A, other=-1)
+    own_gate = tl.load(gates + slot * gates_column).to(tl.float32)
+    gate = tl.load(gates + rival * gates_column, mask=rival < A, other=0.0).to(tl.float32)
+    own_held, held = _is_held(own_expert, experts), _is_held(expert, experts)
+    count = tl.sum(held.to(tl.int32) + tl.zeros([A_PAD, LANES], tl.int32), 0, keep_dims=True)
+    extra, limit = _extra(budget + tl.cast(token, tl.int64) * budget_row, k_max, count, K_MIN, C)
+    residuals += K_MIN * residuals_column
+    row = residuals + tl.where(held, expert, 0).to(tl.int32) * residuals_row
+    keys = _keys(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
+    own_row = residuals + tl.where(own_held, own_expert, 0).to(tl.int32) * residuals_row
+    first = tl.arange(0, LANES)[None, :] * EACH
+    taken = _given(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
+    return tl.where(own_held, tl.sum(tl.sum(taken, 1), 0) + K_MIN, 0)
+
+
+@triton.jit
+def _token(pairs, budget, k_max, token, experts, budget_row, K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD):
+    """Gates, experts and which of them are held, all [A_PAD]; planes above k_min for all and for one."""
+    gates, expert_ids, gates_row, gates_column, ids_row, ids_column = pairs
+    token, slot = tl.cast(token, tl.int64), tl.arange(0, A_PAD)
+    expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=slot < A, other=-1)
+    gate = tl.load(gates + token * gates_row + slot * gates_column, mask=slot < A, other=0.0)
+    held = _is_held(expert, experts)
+    extra, limit = _extra(budget + token * budget_row, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
+    return gate, tl.where(held, expert, 0).to(tl.int32), held, extra, limit
+
+
+@triton.jit
+def _by_rank(row, column, square, held, extra, limit, STEPS: tl.constexpr):
+    """Planes above k_min by rank selection, int32 [N]; row: pointers [N] to columns k_min. N * N compares for two steps."""
+    slot = tl.arange(0, held.shape[0])
+    rival, own = slot[:, None], slot[None, :]
+    keys = _keys(row[:, None], column, square[:, None], tl.where(held, limit, 0)[:, None], STEPS)
+    first = tl.zeros_like(own)
+    return tl.sum(_given(row[None, :], column, square[None, :], first, own, keys, rival, extra, limit, STEPS, STEPS), 0)
+
+
+@triton.jit
+def planes_of_token(
+    gates, expert_ids, residuals, budget, k_max, token, experts,
+    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
+    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
+):  # fmt: skip
+    """Planes of every slot of one token by rank selection: int32 [A_PAD], 0 for padding; arguments of `planes_of_slot`."""
+    pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
+    gate, expert, held, extra, limit = _token(pairs, budget, k_max, token, experts, budget_row, K_MIN, C, A, A_PAD)
+    row = residuals + expert * residuals_row + K_MIN * residuals_column
+    square = gate.to(tl.float32) * gate.to(tl.float32)
+    return tl.where(held, _by_rank(row, residuals_column, square, held, extra, limit, C - K_MIN) + K_MIN, 0)
+
+
+@triton.jit
+def _is_bent(row, column, square, held, STEPS: tl.constexpr):
+    """Whether a held row is not convex, as `allocation.is_convex` sees it, or a gain is beyond fp32: not for `_by_rank`."""
+    bent = held & (square != square)
+    upper = tl.load(row)
+    earlier = tl.full(square.shape, float("inf"), tl.float32)
+    for step in tl.static_range(STEPS):
+        lower = tl.load(row + (step + 1) * column)
+        gain = upper - lower
+        bent |= held & (((gain >= 0) & (gain <= earlier) & (square * gain < float("inf"))) == 0)
+        upper, earlier = lower, gain
+    return tl.max(bent.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _programme(row, column, weight, held, extra, limit, numbers, picks, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """`reference.knapsack` of the held rows, int32 [N]; numbers, picks: room as of `_room`. Threads read what others wrote
+    there, hence the barriers; costs are read back, since a fused multiply and add would round otherwise."""
+    slots = tl.sum(held.to(tl.int32), 0)
+    slot, states = tl.cumsum(held.to(tl.int32), 0) - 1, slots * STEPS + 1
+    best = numbers + slots * (STEPS + 1)
+    for choice in tl.static_range(STEPS + 1):
+        cost = weight * tl.load(row + choice * column).to(tl.float64)
+        tl.store(numbers + slot * (STEPS + 1) + choice, cost, mask=held)
+    for start in range(0, extra + 1, BLOCK):
+        state = start + tl.arange(0, BLOCK)
+        tl.store(best + state, tl.where(state == 0, 0.0, float("inf")).to(tl.float64), mask=state <= extra)
+    for done in range(slots):
+        tl.debug_barrier()
+        costs, taken = numbers + (slots - 1 - done) * (STEPS + 1), picks + (slots - 1 - done) * states
+        old, new = best + (done % 2) * states, best + (1 - done % 2) * states
+        for start in range(0, extra + 1, BLOCK):
+            state = start + tl.arange(0, BLOCK)
+            least = tl.full([BLOCK], float("inf"), tl.float64)
+            pick = tl.zeros([BLOCK], tl.int32)
+            for choice in tl.static_range(STEPS + 1):
+                fits = (state >= choice) & (state <= extra) & (choice <= limit)
+                total = tl.load(old + state - choice, mask=fits, other=0.0) + tl.load(costs + choice)
+                better = fits & (total <= least)
+                least, pick = tl.where(better, total, least), tl.where(better, choice, pick)
+            tl.store(new + state, least, mask=state <= extra)
+            tl.store(taken + state, pick.to(tl.int8), mask=state <= extra)
+    tl.debug_barrier()
+    chosen, left = tl.zeros_like(slot), extra
+    for done in range(slots):
+        pick = tl.load(picks + done * states + left).to(tl.int32)
+        chosen, left = tl.where(slot == done, pick, chosen), left - pick
+    return chosen
+
+
+@triton.jit
+def _allocate_kernel(
+    gates, expert_ids, residuals, budget, k_max, chunks, experts, numbers, picks,
+    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
+    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
+):  # fmt: skip
+    """Planes of one token, to chunks int32 [T, A]; numbers, picks: room as of `_room`."""
+    STEPS: tl.constexpr = C - K_MIN
+    token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, A_PAD)
+    pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
+    gate, expert, held, extra, limit = _token(pairs, budget, k_max, token, experts, budget_row, K_MIN, C, A, A_PAD)
+    row = residuals + expert * residuals_row + K_MIN * residuals_column
+    square, weight = gate.to(tl.float32) * gate.to(tl.float32), gate.to(tl.float64) * gate.to(tl.float64)
+    chosen = _by_rank(row, residuals_column, square, held, extra, limit, STEPS)
+    if not CONVEX:  # noqa: SIM102
+        if _is_bent(row, residuals_column, square, held, STEPS):
+            numbers += token * (A * (STEPS + 1) + 2 * (A * STEPS + 1))
+            picks += token * A * (A * STEPS + 1)
+            chosen = _programme(row, residuals_column, weight, held, extra, limit, numbers, picks, STEPS, BLOCK)
+    tl.store(chunks + token * A + slot, tl.where(held, chosen + K_MIN, 0), mask=slot < A)
+
+
+@triton.jit
+def _sums(pairs, start, end, expert, A: tl.constexpr, PAIRS: tl.constexpr):
+    """Sum of gate^2 of each expert over the pairs from `start` to `end`, fp64, in a fixed order; _UNSEEN if it has none."""
+    gates, expert_ids, gates_row, gates_column, ids_row, ids_column = pairs
+    total = tl.zeros([expert.shape[0], PAIRS], tl.float64)
+    seen = tl.zeros([expert.shape[0], PAIRS], tl.int32)
+    for first in range(start, end, _TILES * PAIRS):
+        for tile in tl.static_range(_TILES):
+            pair = first + tile * PAIRS + tl.arange(0, PAIRS)
+            token, slot = (pair // A).to(tl.int64), pair % A
+            own = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=pair < end, other=-1)
+            gate = tl.load(gates + token * gates_row + slot * gates_column, mask=pair < end, other=0.0).to(tl.float64)
+            mine = own[None, :] == expert[:, None]
+            total += tl.where(mine, (gate * gate)[None, :], 0.0)
+            seen |= mine.to(tl.int32)
+    return tl.where(tl.max(seen, 1) > 0, tl.sum(total, 1), _UNSEEN)
+
+
+@triton.jit(do_not_specialize=["pairs", "pairs_each"])
+def _sum_kernel(
+    gates, expert_ids, parts, pairs, pairs_each, experts, gates_row, gates_column, ids_row, ids_column,
+    A: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Sums of some experts over some pairs, to parts fp64 [P, E]."""
+    part, expert = tl.program_id(0), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    end = tl.minimum((part + 1) * pairs_each, pairs)
+    where = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
+    total = _sums(where, part * pairs_each, end, expert, A, PAIRS)
+    tl.store(parts + part * experts + expert, total, mask=expert < experts)
+
+
+@triton.jit
+def _sum_of_parts(parts, count, experts, E_PAD: tl.constexpr, PARTS: tl.constexpr):
+    """Sum of each expert over parts fp64 [count, E]: fp64 [E_PAD], _UNSEEN where no part saw it."""
+    part, expert = tl.arange(0, PARTS)[:, None], tl.arange(0, E_PAD)[None, :]
+    total = tl.zeros([PARTS, E_PAD], tl.float64)
+    seen = tl.zeros([PARTS, E_PAD], tl.int32)
+    for start in range(0, count, PARTS):
+        inside = (start + part < count) & (expert < experts)
+        some = tl.load(parts + (start + part) * experts + expert, mask=inside, other=_UNSEEN)
+        total += tl.where(some == _UNSEEN, 0.0, some)
+        seen |= (some != _UNSEEN).to(tl.int32)
+    return tl.where(tl.max(seen, 0) > 0, tl.sum(total, 0), _UNSEEN)
+
+
+@triton.jit
+def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
+    """`_by_rank` for many rows: find the extra-th largest key bit by bit, then take what is above and the first equal ones."""
+    STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
+    step = tl.arange(0, STEPS_PAD)[None, :]
+    allowed = step < tl.where(held, limit, 0)[:, None]
+    gain = row[:, None] + step * column
+    upper, lower = tl.load(gain, mask=allowed, other=0.0), tl.load(gain + column, mask=allowed, other=0.0)
+    keys = tl.where(allowed, _key(_finite(square)[:, None], upper, lower), _FORBIDDEN)
+    flat = tl.reshape(keys, [held.shape[0] * STEPS_PAD])
+    level, bit = tl.zeros_like(extra), tl.zeros_like(extra) + _TOP_BIT
+    reached = level - 1
+    while (bit > 0) & (reached != extra):
+        count = tl.sum((flat >= (level | bit)).to(tl.int32), 0)
+        enough = count >= extra
+        level, reached, bit = tl.where(enough, level | bit, level), tl.where(enough, count, reached), bit >> 1
+    above, equal = tl.sum((keys > level).to(tl.int32), 1), tl.sum((keys == level).to(tl.int32), 1)
+    left = extra - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
+    return above + tl.minimum(tl.maximum(left, 0), equal)
+
+
+@triton.jit(do_not_specialize=["pairs", "part_count"])
+def _dispatch_kernel(
+    gates, expert_ids, parts, part_count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
+    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, K_MIN: tl.constexpr, C: tl.constexpr,
+    A: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
+):  # fmt: skip
+    """One program: planes int32 [E] of every expert, from parts fp64 [part_count, E]; if None, from the pairs, and chunks too.
+    ROWS: parts or pairs read at once; numbers, picks: room as of `_room`."""
+    STEPS: tl.constexpr = C - K_MIN
+    expert = tl.arange(0, E_PAD)
+    if parts is None:
+        where = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
+        total = _sums(where, 0, pairs, expert, A, ROWS)
+    else:
+        total = _sum_of_parts(parts, part_count, experts, E_PAD, ROWS)
+    held = (expert < experts) & (total != _UNSEEN)
+    extra, limit = _extra(budget, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
+    row = residuals + tl.where(held, expert, 0) * residuals_row + K_MIN * residuals_column
+    square = total.to(tl.float32)
+    chosen = _by_threshold(row, residuals_column, square, held, extra, limit, STEPS)
+    if not CONVEX:  # noqa: SIM102
+        if _is_bent(row, residuals_column, square, held, STEPS):
+            chosen = _programme(row, residuals_column, total, held, extra, limit, numbers, picks, STEPS, BLOCK)
+    tl.store(planes + expert, chosen + K_MIN, mask=expert < experts)
+    if parts is None:
+        tl.debug_barrier()
+        for start in range(0, pairs, BLOCK):
+            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, A, BLOCK)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _hand_out(expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column, A: tl.constexpr, BLOCK: tl.constexpr):
+    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]."""
+    pair = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
+    tl.store(chunks + pair, tl.load(planes + expert, mask=_is_held(expert, experts), other=0), mask=pair < pairs)
+
+
+def _options(warps: int) -> dict:
+    """Launch options; left alone, ptxas spills rather than take registers that no other program wants."""
+    return {"num_warps": warps, "num_stages": 1} | ({} if torch.version.hip else {"maxnreg": min(255, 2048 // warps)})
+
+
+def _room(rows: int, slots: int, steps: int, convex: bool, device) -> tuple[Tensor | None, Tensor | None]:
+    """Scratch of `_programme` for each of `rows`: fp64 for costs and two rows of states, int8 for picks; none if convex."""
+    if convex:
+        return None, None
+    states = slots * steps + 1
+    numbers = torch.empty(rows, slots * (steps + 1) + 2 * states, dtype=torch.float64, device=device)
+    return numbers, torch.empty(rows, slots, states, dtype=torch.int8, device=device)
+
+
+def allocate(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool
+) -> Tensor:
+    """Planes per selected expert, int32 [T, A], one budget per token; shapes as in `ops.allocate`, tensors on one device.
+
+    convex: every row of the table is convex from k_min on (`allocation.is_convex`). If not, each token looks at its own
+    rows: rank selection where they are convex, the exact programme where they are not. DPA-MoE, section 3.3.
+    """
+    (tokens, active), columns = expert_ids.shape, residuals.shape[1] - 1
+    chunks = torch.empty(tokens, active, dtype=torch.int32, device=expert_ids.device)
+    if chunks.numel():
+        numbers, picks = _room(tokens, active, columns - k_min, convex, chunks.device)
+        padded = triton.next_power_of_2(active)
+        warps = 1 if padded <= 16 else min(16, padded // 4)
+        _allocate_kernel[(tokens,)](
+            gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
+            *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0,
+            K_MIN=k_min, C=columns, A=active, A_PAD=padded, BLOCK=32 * warps, CONVEX=convex, **_options(warps),
+        )  # fmt: skip
+    return chunks
+
+
+def allocate_dispatch(
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool
+) -> Tensor:
+    """Planes per selected expert, int32 [T, A], one k per distinct expert; shapes as in `ops.allocate_dispatch`.
+
+    convex: as in `allocate`; the rows of the experts at hand count. At most three launches. DPA-MoE, section 3.3.
+    """
+    (tokens, active), (experts, columns) = expert_ids.shape, residuals.shape
+    pairs, device, padded = tokens * active, expert_ids.device, triton.next_power_of_2(experts)
+    chunks = torch.empty(tokens, active, dtype=torch.int32, device=device)
+    if not pairs:
+        return chunks
+    planes = torch.empty(experts, dtype=torch.int32, device=device)
+    numbers, picks = _room(1, experts, columns - 1 - k_min, convex, device)
+    rows, warps = max(1, min(32, 2048 // padded)), min(16, max(8, padded // 32))
+    parts, count, small = None, 0, pairs <= 2 * _TILES.value * rows  # one program does these sooner than three launches
+    if not small:
+        each = max(_LEAST_PAIRS, _PAIRS * triton.cdiv(pairs, _PAIRS * _MOST_PARTS))
+        count = triton.cdiv(pairs, each)
+        parts = torch.empty(count, experts, dtype=torch.float64, device=device)
+        _sum_kernel[(count, triton.cdiv(experts, _EXPERTS))](
+            gates, expert_ids, parts, pairs, each, experts, *gates.stride(), *expert_ids.stride(),
+            A=active, PAIRS=_PAIRS, EXPERTS=_EXPERTS,
+        )  # fmt: skip
+    _dispatch_kernel[(1,)](
+        gates, expert_ids, parts, count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
+        *gates.stride(), *expert_ids.stride(), *residuals.stride(), K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
+        ROWS=rows if small else 4 * rows, BLOCK=64 * warps, CONVEX=convex, **_options(warps),
+    )  # fmt: skip
+    if not small:
+        _hand_out[(triton.cdiv(pairs, _BLOCK),)](
+            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), A=active, BLOCK=_BLOCK
+        )
+    return chunks

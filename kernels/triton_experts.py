@@ -1,0 +1,237 @@
+"""The expert ops on CUDA: launches of the Triton kernels, for few tokens (decode) and for many (prefill).
+
+Both paths need groups and rows of whole 32-bit words (`supported`); other shapes run the torch code of `grouped`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from dpamoe.kernels.layout import EncodedWeight, group_width, groups_of
+from dpamoe.kernels.reference import is_gated
+from dpamoe.kernels.triton_decode import down_kernel, up_kernel
+from dpamoe.kernels.triton_prefill import prefill_kernel
+from dpamoe.kernels.triton_sort import combine_kernel, count_kernel, prepare_kernel, sort_kernel
+
+WORD = 32  # inputs in one 32-bit word of a plane
+SORT_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the prefill kernel is cut: rows; pairs of an expert with one k, in parts; pairs with several k; words of a thread."""
+
+    rows: int
+    pairs: int
+    part: int
+    mixed: int
+    span: int
+    warps: int = 4
+    stages: int = 2
+
+
+# by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
+TILES = (
+    (12, Tile(64, 16, 16, 16, 2)),
+    (24, Tile(64, 32, 32, 32, 2)),
+    (64, Tile(64, 64, 64, 32, 2)),
+    (1 << 62, Tile(64, 128, 128, 32, 1)),
+)
+SLIM_TILES = TILES[:1] + ((1 << 62, TILES[1][1]),)  # elsewhere than on Hopper wider ones run out of registers
+
+
+def supported(weight: EncodedWeight) -> bool:
+    """Whether the Triton kernels can read this weight: inputs and groups in whole words of 32, tensors contiguous."""
+    whole = weight.in_features % WORD == 0 and group_width(weight.in_features, weight.group_size) % WORD == 0
+    return whole and all(tensor.is_contiguous() for tensor in weight.tensors().values())
+
+
+def tiles_for(card: int) -> tuple[tuple[int, Tile], ...]:
+    """The cuts that a card of this compute capability (times ten) holds in registers."""
+    return TILES if 90 <= card < 100 else SLIM_TILES
+
+
+def tile_for(ids: Tensor, experts: int) -> Tile:
+    """The cut for these pairs, by their number per expert."""
+    card = 90
+    if ids.is_cuda:
+        major, minor = torch.cuda.get_device_capability(ids.device)
+        card = 10 * major + minor
+    return next(tile for most, tile in tiles_for(card) if ids.numel() <= most * experts)
+
+
+def block_of(weight: EncodedWeight) -> int:
+    """Inputs in a decode unit: the largest power of two up to 128 that divides a group."""
+    group = group_width(weight.in_features, weight.group_size)
+    return min(128, group & -group)
+
+
+def _shape(weight: EncodedWeight) -> dict:
+    return {
+        "E": weight.offset.shape[0], "OUT": weight.offset.shape[1], "IN": weight.in_features,
+        "GROUPS": groups_of(weight.in_features, weight.group_size),
+        "GROUP": group_width(weight.in_features, weight.group_size),
+        "C": len(weight.planes), "TIED": weight.unit is not None,
+    }  # fmt: skip
+
+
+def _tensors(weight: EncodedWeight, bias: Tensor | None) -> tuple:
+    """Planes, scales, offset, unit and bias; a tensor that is not there is stood in for by one that is not read."""
+    unit = weight.offset if weight.unit is None else weight.unit
+    return tuple(weight.planes), tuple(weight.scales), weight.offset, unit, weight.offset if bias is None else bias
+
+
+def _pairs(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride())
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What `allocate` takes beside the pairs; its rows of residuals are convex from k_min on."""
+
+    gates: Tensor
+    residuals: Tensor
+    budget: Tensor
+    k_max: Tensor
+    k_min: int
+
+
+def decode_up(
+    x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None, act: str, out: Tensor,
+    allocation: Allocation | None = None,
+) -> None:  # fmt: skip
+    """out [P, rows] = act(W_k x + bias) for every pair; x [T, I] or [T, A, I], unit stride along I.
+
+    With an allocation chunks is written, else it is read.
+    """
+    tokens, active = ids.shape
+    block, per_program = block_of(weight), 8 if x.is_cuda else 64
+    slot = x.stride(1) if x.dim() == 3 else 0
+    given = allocation or Allocation(chunks, chunks, chunks, chunks, 0)
+    strides = (0, 0) if allocation is None else given.residuals.stride()
+    each = given.budget.stride(0) if allocation is not None and given.budget.dim() else 0
+    up_kernel[(tokens * active, triton.cdiv(out.shape[-1], per_program))](
+        x, ids, chunks, given.gates, given.residuals, given.budget, given.k_max, *_tensors(weight, bias), out,
+        x.stride(0), slot, *_pairs(ids, chunks, given.gates), *strides, each,
+        A=active, **_shape(weight), BIAS=bias is not None, ACT=act, GATED=act != "" and is_gated(act), BLOCK=block,
+        UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))), ROWS=per_program,
+        ALLOCATE=allocation is not None, K_MIN=given.k_min, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
+    )  # fmt: skip
+
+
+def decode_down(
+    hidden: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, weight: EncodedWeight, bias: Tensor | None, out: Tensor
+) -> None:
+    """out [T, rows] = sum over slots of gate * (W_k hidden + bias); hidden fp32 [P, I]."""
+    tokens, active = ids.shape
+    block, per_program = block_of(weight), 8 if hidden.is_cuda else 64
+    units = active * triton.cdiv(weight.in_features, block)
+    at_once, warps = (32, 8) if tokens <= 2 else (16, 4)  # few programs: more of a row in each
+    down_kernel[(tokens, triton.cdiv(out.shape[1], per_program))](
+        hidden, ids, chunks, gates, *_tensors(weight, bias), out, *_pairs(ids, chunks, gates),
+        A=active, **_shape(weight), BIAS=bias is not None, BLOCK=block, UNITS=min(at_once, triton.next_power_of_2(units)),
+        ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
+    )  # fmt: skip
+
+
+def sort_pairs(ids: Tensor, chunks: Tensor, experts: int, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs by expert and k, their k, and the tiles they make (int32 [tiles, 5], see `sort_kernel`)."""
+    pairs, active = ids.numel(), ids.shape[1]
+    most = min(pairs, experts) + pairs // tile.mixed
+    order, levels = torch.empty(2, pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(most, 5, dtype=torch.int32, device=ids.device)
+    keys = 8 * triton.next_power_of_2(experts)
+    blocks = triton.cdiv(pairs, SORT_BLOCK)
+    counts = torch.empty(blocks, keys, dtype=torch.int32, device=ids.device)
+    sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
+    count_kernel[(blocks,)](ids, chunks, counts, pairs, *_pairs(ids, chunks), **sizes)
+    sort_kernel[(blocks + 1,)](
+        ids, chunks, counts, order, levels, tiles, pairs, blocks, most, *_pairs(ids, chunks),
+        **sizes, BN=tile.pairs, MIXED=tile.mixed, num_warps=8,
+    )  # fmt: skip
+    return order, levels, tiles
+
+
+def span_of(weight: EncodedWeight, most: int) -> int:
+    """Neighbouring words that one thread of the prefill kernel takes: `most`, 2 or 1, within a group and without a rest."""
+    words, group = weight.in_features // WORD, group_width(weight.in_features, weight.group_size) // WORD
+    return next(span for span in (most, 2, 1) if span == 1 or (group % span == 0 and words % (4 * span) == 0))
+
+
+def prepare_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """Rows for the prefill kernel, fp16 [R, width in whole stretches of 128 * span], and a factor for each, fp32 [R]."""
+    rows, width = x.shape
+    stretches = triton.cdiv(width, 128 * span)
+    ready = torch.empty(rows, stretches * span * 128, dtype=torch.float16, device=x.device)
+    factor = torch.empty(rows, dtype=torch.float32, device=x.device)
+    prepare_kernel[(rows,)](
+        x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=triton.next_power_of_2(stretches), SPAN=span
+    )
+    return ready, factor
+
+
+def prefill_product(
+    x: Tensor, order: Tensor, levels: Tensor, tiles: Tensor, weight: EncodedWeight, bias: Tensor | None, act: str,
+    tile: Tile, source: int, out: Tensor, by_pair: bool,
+) -> None:  # fmt: skip
+    """out[row of a pair] = act(W_k x + bias); source: pairs that share a row of x, 0 where x is in sorted order already."""
+    span = span_of(weight, tile.span)
+    ready, factor = prepare_rows(x, span)
+    gated = act != "" and is_gated(act)
+    rows = tile.rows // 2 if gated else tile.rows
+    grid = (triton.cdiv(out.shape[-1], rows), tiles.shape[0])
+    for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
+        prefill_kernel[grid](
+            ready, factor, order, levels, tiles, *_tensors(weight, bias), out, **_shape(weight), BIAS=bias is not None,
+            ACT=act, GATED=gated, SOURCE=source, TARGET=by_pair, BM=tile.rows, BN=pairs, SUB=part, MIXED=mixed,
+            NW=tile.warps, SPAN=span, ASM=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, allocation=None) -> Tensor:
+    """The expert block for few tokens, [T, H_out]: two launches. With an allocation chunks is written on the way."""
+    tokens, active = ids.shape
+    hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
+    out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=x.device)
+    decode_up(x, ids, chunks, up, up_bias, activation, hidden, allocation)
+    decode_down(hidden, ids, chunks, gates, down, down_bias, out)
+    return out
+
+
+def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str) -> Tensor:
+    """The expert block for many tokens, [T, H_out]: sorted, two grouped products, slots summed in order."""
+    tokens, active = ids.shape
+    experts, width, _ = down.offset.shape
+    tile = tile_for(ids, experts)
+    inner = torch.float32 if x.dtype == torch.float16 else x.dtype
+    sorted_pairs = sort_pairs(ids, chunks, experts, tile)
+    hidden = torch.empty(ids.numel(), down.in_features, dtype=inner, device=x.device)
+    rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    prefill_product(x, *sorted_pairs, up, up_bias, activation, tile, active, hidden, by_pair=False)
+    prefill_product(hidden, *sorted_pairs, down, down_bias, "", tile, 0, rows, by_pair=True)
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(tokens, triton.cdiv(width, block))](
+        rows, ids, chunks, gates, out, *_pairs(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
+    )
+    return out
+
+
+def prefill_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:
+    """`expert_matmul` for many tokens, [T, A, O]."""
+    tokens, active = ids.shape
+    experts, width, _ = weight.offset.shape
+    tile = tile_for(ids, experts)
+    out = torch.zeros(tokens * active, width, dtype=x.dtype, device=x.device)  # pairs that read nothing stay 0
+    rows, source = (x.flatten(0, 1), 1) if x.dim() == 3 else (x, active)
+    prefill_product(rows, *sort_pairs(ids, chunks, experts, tile), weight, bias, "", tile, source, out, by_pair=True)
+    return out.view(tokens, active, width)
+
+
+def decode_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:
+    """`expert_matmul` for few tokens, [T, A, O]."""
+    out = torch.empty(*ids.shape, weight.offset.shape[1], dtype=x.dtype, device=x.device)
+    decode_up(x, ids, chunks, weight, bias, "", out)
+    return out

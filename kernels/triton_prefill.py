@@ -1,0 +1,346 @@
+"""Prefill in Triton: many tokens per expert, planes unpacked in registers to the operand of the matrix unit.
+
+Pairs are sorted by expert and k (`triton_sort`); a tile is up to BN of them for one expert, and BM of its rows. A thread
+unpacks just the weights that it holds as matrix-unit operand, so that nothing passes through shared memory: of a stretch of
+4 SPAN words, lane l of every four takes words SPAN l to SPAN l + SPAN - 1, all in one group, and x is reordered to match
+(`triton_sort.prepare_kernel`). A weight is offset - sum of scales + sum of 2 * scale * bit, held as fp16 times a power of two
+per row and 2^(place - 11).
+"""
+
+import triton
+import triton.language as tl
+
+from dpamoe.kernels.triton_activate import activate_gated, activate_plain
+from dpamoe.kernels.triton_unpack import (
+    OFFSET_STEPS,
+    add_bits,
+    add_pairs,
+    halves,
+    position,
+    swap_bytes,
+    tied_scale,
+    twice,
+    unit_power,
+)
+
+
+@triton.jit
+def _fragment(p, R1: tl.constexpr, NW: tl.constexpr):
+    """16 tensors of fp16 pairs [N], one per bit, as the left operand [16 NW R1, 128]; no data moves."""
+    q0, q1, q2, q3 = tl.join(p[0], p[1]), tl.join(p[2], p[3]), tl.join(p[4], p[5]), tl.join(p[6], p[7])
+    q4, q5, q6, q7 = tl.join(p[8], p[9]), tl.join(p[10], p[11]), tl.join(p[12], p[13]), tl.join(p[14], p[15])
+    low = tl.join(tl.join(q0, q1), tl.join(q2, q3))
+    high = tl.join(tl.join(q4, q5), tl.join(q6, q7))
+    lower, upper = halves(tl.join(low, high))
+    whole = tl.join(lower, upper).reshape(R1, 2, NW, 8, 4, 2, 2, 2, 2, 2)  # parts of the row, lane, bits 0 to 3 of s, half
+    return whole.permute(0, 2, 1, 3, 8, 7, 6, 5, 4, 9).reshape(16 * NW * R1, 128)
+
+
+@triton.jit
+def _read_scales(scales, offset, group, most, TIED: tl.constexpr, C: tl.constexpr):
+    """Offset and scales of one stretch as they are stored, each [N]; tied: one scale."""
+    raw = (tl.load(offset + group),)
+    if TIED:
+        raw = raw + (tl.load(scales[0] + group),)
+    else:
+        for c in tl.static_range(C):
+            raw = raw + (tl.load(scales[c] + group, mask=c < most, other=0.0),)
+    return raw
+
+
+@triton.jit
+def _offset(raw, unit, power, TIED: tl.constexpr):
+    """Offset times the row's power of two, and the tied scale likewise; fp32 [N]."""
+    zero = raw[0].to(tl.float32) * power
+    scale = zero
+    if TIED:
+        scale = tied_scale(raw[1], unit) * power
+        zero = raw[0].to(tl.float32) * (scale / OFFSET_STEPS)
+    return zero, scale
+
+
+@triton.jit
+def _scale(raw, tied, power, c: tl.constexpr, TIED: tl.constexpr):
+    """Scale of plane c times the row's power of two, fp32 [N]."""
+    if TIED:
+        scale = tied * (0.5 ** (c + 1))
+    else:
+        scale = raw[c + 1].to(tl.float32) * power
+    return scale
+
+
+@triton.jit
+def _row_power(scales, offset, unit, line, lane, GROUPS: tl.constexpr, TIED: tl.constexpr, N: tl.constexpr):
+    """A power of two per row, fp32 [N], under which scales and offsets are at most 1."""
+    top = tl.zeros((N // 4, 4), tl.float32)
+    for first in tl.static_range(0, GROUPS, 16):
+        group = first + lane[:, None] + 4 * tl.arange(0, 4)[None, :]
+        inside = group < GROUPS
+        largest = tl.load(scales[0] + line[:, None] * GROUPS + group, mask=inside, other=0)
+        if TIED:
+            largest = 2 * tied_scale(largest, unit)
+        else:
+            zero = tl.load(offset + line[:, None] * GROUPS + group, mask=inside, other=0).to(tl.float32)
+            largest = tl.maximum(largest.to(tl.float32), tl.abs(zero))
+        top = tl.maximum(top, tl.max(largest, 1).reshape(N // 4, 4))
+    top = tl.broadcast_to(tl.max(top, 1, keep_dims=True), (N // 4, 4)).reshape(N)
+    power, inverse = unit_power(top)
+    return inverse
+
+
+@triton.jit
+def _start(base, ASM: tl.constexpr):
+    """base * 2^(place - 11) for each of the 16 bits, fp16 pairs."""
+    p4 = twice(base * (2.0**-7), ASM)
+    p5 = add_pairs(p4, p4, ASM)
+    p6 = add_pairs(p5, p5, ASM)
+    p7 = add_pairs(p6, p6, ASM)
+    p8 = add_pairs(p7, p7, ASM)
+    p9 = add_pairs(p8, p8, ASM)
+    p10 = add_pairs(p9, p9, ASM)
+    p11 = add_pairs(p10, p10, ASM)
+    return p8, p9, p10, p11, p4, p5, p6, p7, p8, p9, p10, p11, p4, p5, p6, p7
+
+
+@triton.jit
+def _add_plane(parts, words, scale, ASM: tl.constexpr):
+    """Add 2 * scale * bit to every weight; words int32 [N], scale: 2^14 times it, as fp16 pairs [N]."""
+    swapped = swap_bytes(words, ASM)
+    new = ()
+    for s in tl.static_range(16):
+        if position(s) == s:
+            new = new + (add_bits(parts[s], words, position(s), scale, ASM),)
+        else:
+            new = new + (add_bits(parts[s], swapped, position(s), scale, ASM),)
+    return new
+
+
+@triton.jit
+def _read_words(planes, line, u, lane, most, WORDS: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr):
+    """This thread's words of every plane in stretch u: int32 [N] for each plane and word."""
+    words = ()
+    for c in tl.static_range(C):
+        if SPAN == 1:
+            word = u * 4 + lane
+            at = tl.max_contiguous(line * WORDS + word, [1])  # a thread takes one word, as the matrix unit wants it
+            words = words + ((tl.load(planes[c] + at, mask=(word < WORDS) & (c < most), other=0),),)
+        else:
+            word = (u * 4 + lane)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+            loaded = tl.load(planes[c] + (line * WORDS)[:, None] + word, mask=(word < WORDS) & (c < most), other=0)
+            if SPAN == 2:
+                words = words + (tl.split(loaded),)
+            else:
+                even, odd = tl.split(loaded.reshape(loaded.shape[0], 2, 2))
+                w0, w2 = tl.split(even)
+                w1, w3 = tl.split(odd)
+                words = words + ((w0, w1, w2, w3),)
+    return words
+
+
+@triton.jit
+def _read_x(x, sources, step, first, end, SUB: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr):
+    """128 inputs of the tile's rows of x, fp16 [128, SUB] for each part."""
+    xs = ()
+    for j in tl.static_range(PARTS):
+        live = first + j * SUB + tl.arange(0, SUB) < end
+        at = sources[j][None, :].to(tl.int64) * (STEPS * 128) + (step * 128 + tl.arange(0, 128))[:, None]
+        xs = xs + (tl.load(x + at, mask=live[None, :], other=0.0),)
+    return xs
+
+
+@triton.jit
+def _sources(order, first, end, SOURCE: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr):
+    """Row of x for each pair of the tile, [SUB] for each part."""
+    sources = ()
+    for j in tl.static_range(PARTS):
+        n = first + j * SUB + tl.arange(0, SUB)
+        if SOURCE:
+            sources = sources + (tl.load(order + n, mask=n < end, other=0) // SOURCE,)
+        else:
+            sources = sources + (n,)
+    return sources
+
+
+@triton.jit
+def _uniform(
+    x, planes, scales, offset, unit, power, line, lane, sources, first, end, most,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr,
+    BM: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, NW: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile whose pairs read equally many planes: fp32 [BM, SUB] for each part."""
+    LAST: tl.constexpr = WORDS // SPAN - 1
+    STRETCHES: tl.constexpr = (WORDS + 4 * SPAN - 1) // (4 * SPAN)
+    accs = ()
+    for j in tl.static_range(PARTS):
+        accs = accs + (tl.zeros((BM, SUB), tl.float32),)
+    raw = _read_scales(scales, offset, line * GROUPS + tl.minimum(lane, LAST) * (32 * SPAN) // GROUP, most, TIED, C)
+    for u in range(STRETCHES):
+        words = _read_words(planes, line, u, lane, most, WORDS, SPAN, C)
+        base, tied = _offset(raw, unit, power, TIED)
+        betas = ()
+        for c in tl.static_range(C):
+            beta = line * 0
+            if c < most:
+                scale = _scale(raw, tied, power, c, TIED)
+                beta = twice(scale * (2.0**14), ASM)
+                base -= scale
+            betas = betas + (beta,)
+        ahead = tl.minimum((u + 1) * 4 + lane, LAST)
+        raw = _read_scales(scales, offset, line * GROUPS + ahead * (32 * SPAN) // GROUP, most, TIED, C)
+        beginning = _start(tl.where(u * 4 + lane <= LAST, base, 0.0), ASM)
+        for v in tl.static_range(SPAN):
+            xs = _read_x(x, sources, u * SPAN + v, first, end, SUB, PARTS, STRETCHES * SPAN)
+            parts = beginning
+            for c in tl.static_range(C):
+                if c < most:
+                    parts = _add_plane(parts, words[c][v], betas[c], ASM)
+            weight = _fragment(parts, BM // (16 * NW), NW)
+            new = ()
+            for j in tl.static_range(PARTS):
+                new = new + (tl.dot(weight, xs[j], accs[j]),)
+            accs = new
+    return accs
+
+
+@triton.jit
+def _mixed(
+    x, planes, scales, offset, unit, power, line, lane, sources, counts, first, end, most, present,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr,
+    BM: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile with several k: unpacked once, plane by plane, and multiplied wherever some pair stops: fp32 [BM, MIXED]."""
+    LAST: tl.constexpr = WORDS // SPAN - 1
+    STRETCHES: tl.constexpr = (WORDS + 4 * SPAN - 1) // (4 * SPAN)
+    acc = tl.zeros((BM, MIXED), tl.float32)
+    raw = _read_scales(scales, offset, line * GROUPS + tl.minimum(lane, LAST) * (32 * SPAN) // GROUP, most, TIED, C)
+    for u in range(STRETCHES):
+        words = _read_words(planes, line, u, lane, most, WORDS, SPAN, C)
+        zero, tied = _offset(raw, unit, power, TIED)
+        now = raw
+        ahead = tl.minimum((u + 1) * 4 + lane, LAST)
+        raw = _read_scales(scales, offset, line * GROUPS + ahead * (32 * SPAN) // GROUP, most, TIED, C)
+        inside = u * 4 + lane <= LAST
+        for v in tl.static_range(SPAN):
+            xs = _read_x(x, sources, u * SPAN + v, first, end, MIXED, 1, STRETCHES * SPAN)
+            base = tl.where(inside, zero, 0.0)
+            parts = _start(base * 0.0, ASM)
+            for c in tl.static_range(C):
+                if c < most:
+                    scale = _scale(now, tied, power, c, TIED)
+                    parts = _add_plane(parts, words[c][v], twice(scale * (2.0**14), ASM), ASM)
+                    base -= tl.where(inside, scale, 0.0)
+                    if (present & (2 << c)) != 0:
+                        beginning = _start(base, ASM)
+                        whole = ()
+                        for s in tl.static_range(16):
+                            whole = whole + (add_pairs(parts[s], beginning[s], ASM),)
+                        product = tl.dot(_fragment(whole, BM // (16 * NW), NW), xs[0])
+                        acc += tl.where((counts == c + 1)[None, :], product, 0.0)
+    return acc
+
+
+@triton.jit
+def _store(
+    accs, back, factor, order, sources, bias, out, expert, first, end,
+    OUT: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, TARGET: tl.constexpr,
+    BM: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation and the rows of `out`."""
+    HALF: tl.constexpr = OUT // 2
+    width: tl.constexpr = OUT // 2 if GATED else OUT
+    for j in tl.static_range(PARTS):
+        n = first + j * SUB + tl.arange(0, SUB)
+        live = n < end
+        target = n
+        if TARGET:
+            target = tl.load(order + n, mask=live, other=0)
+        result = accs[j] * back[:, None] * tl.load(factor + sources[j], mask=live, other=0.0)[None, :]
+        if GATED:
+            gate, up = tl.split(result.reshape(BM // 16, 2, 8, SUB).permute(0, 2, 3, 1))
+            gate, up = gate.reshape(BM // 2, SUB), up.reshape(BM // 2, SUB)
+            rows = tl.program_id(0) * (BM // 2) + tl.arange(0, BM // 2)
+            if BIAS:
+                gate += tl.load(bias + expert * OUT + rows, mask=rows < HALF, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(bias + expert * OUT + HALF + rows, mask=rows < HALF, other=0.0).to(tl.float32)[:, None]
+            result = activate_gated(gate, up, ACT)
+        else:
+            rows = tl.program_id(0) * BM + tl.arange(0, BM)
+            if BIAS:
+                result += tl.load(bias + expert * OUT + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+            result = activate_plain(result, ACT)
+        at = target[None, :].to(tl.int64) * width + rows[:, None]
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=live[None, :] & (rows < width)[:, None])
+
+
+@triton.jit
+def _rows_of_threads(BM: tl.constexpr, NW: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr):
+    """Lane of every four and row of the weight for each of the 4 BM holdings, as the matrix unit wants its left operand.
+
+    GATED: of the two rows that a thread holds together, one is a gate row, the other its up row.
+    """
+    i = tl.arange(0, 4 * BM)
+    within, side, strip = i // 4 % 8, i // (32 * NW) % 2, i // 32 % NW + i // (64 * NW) * NW
+    if GATED:
+        row = tl.minimum(tl.program_id(0) * (BM // 2) + strip * 8 + within, OUT // 2 - 1) + side * (OUT // 2)
+    else:
+        row = tl.minimum(tl.program_id(0) * BM + strip * 16 + side * 8 + within, OUT - 1)
+    return i % 4, row
+
+
+@triton.jit
+def _of_expert(
+    planes, scales, offset, unit, expert, groups: tl.constexpr, words: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr
+):  # fmt: skip
+    """Pointers to one expert's planes, as 32-bit words, scales and offset, and its unit (tied)."""
+    own_planes, own_scales = (), ()
+    for c in tl.static_range(C):
+        own_planes = own_planes + (planes[c].to(tl.pointer_type(tl.int32)) + expert.to(tl.int64) * words,)
+    for c in tl.static_range(1 if TIED else C):
+        own_scales = own_scales + (scales[c] + expert.to(tl.int64) * groups,)
+    tied_unit = 0.0
+    if TIED:
+        tied_unit = tl.load(unit + expert)
+    return own_planes, own_scales, offset + expert.to(tl.int64) * groups, tied_unit
+
+
+@triton.jit
+def prefill_kernel(
+    x, factor, order, levels, tiles, planes, scales, offset, unit, bias, out,
+    E: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    TIED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SOURCE: tl.constexpr,
+    TARGET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    SPAN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One tile: out[row of the pair] = act(W_k x + bias).
+
+    SOURCE: x has one row for SOURCE pairs in a row; 0: x is sorted already. TARGET: out is in the order of pairs, not sorted.
+    """
+    WORDS: tl.constexpr = IN // 32
+    entry = tiles + tl.program_id(1) * 5
+    expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    most, present = tl.load(entry + 3), tl.load(entry + 4)
+    if (expert < 0) | ((present == 1 << most) == MIXED):
+        return
+    lane, line = _rows_of_threads(BM, NW, OUT, GATED)
+    own_planes, own_scales, own_offset, tied_unit = _of_expert(
+        planes, scales, offset, unit, expert, OUT * GROUPS, OUT * WORDS, C, TIED
+    )
+    power = _row_power(own_scales, own_offset, tied_unit, line, lane, GROUPS, TIED, 4 * BM)
+    back = (1.0 / tl.max(power.reshape(BM // (16 * NW), 2, NW, 8, 4), 4)).permute(0, 2, 1, 3).reshape(BM)
+    sources = _sources(order, first, end, SOURCE, SUB, BN // SUB)
+    if MIXED:
+        counts = tl.load(levels + first + tl.arange(0, BN), mask=first + tl.arange(0, BN) < end, other=0)
+        acc = _mixed(
+            x, own_planes, own_scales, own_offset, tied_unit, power, line, lane, sources, counts, first, end, most, present,
+            WORDS, GROUPS, GROUP, C, TIED, BM, BN, NW, SPAN, ASM,
+        )  # fmt: skip
+        accs = (acc,)
+    else:
+        accs = _uniform(
+            x, own_planes, own_scales, own_offset, tied_unit, power, line, lane, sources, first, end, most,
+            WORDS, GROUPS, GROUP, C, TIED, BM, SUB, BN // SUB, NW, SPAN, ASM,
+        )  # fmt: skip
+    _store(
+        accs, back, factor, order, sources, bias, out, expert, first, end,
+        OUT, BIAS, ACT, GATED, TARGET, BM, SUB, BN // SUB,
+    )  # fmt: skip

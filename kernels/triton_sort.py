@@ -1,0 +1,131 @@
+"""Around the prefill kernel in Triton: pairs sorted by expert and k, rows reordered for the matrix unit, slots summed."""
+
+import triton
+import triton.language as tl
+
+from dpamoe.kernels.triton_unpack import place_power, unit_power
+
+LEVELS = tl.constexpr(8)  # k = 1 … 8
+
+
+@triton.jit
+def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A: tl.constexpr, E: tl.constexpr):
+    """8 * expert + k - 1 for each of the pairs `at`, and whether there is anything to compute for it."""
+    inside = at < pairs
+    token, slot = at // A, at % A
+    expert = tl.load(ids + token * ids_token + slot * ids_slot, mask=inside, other=-1).to(tl.int32)
+    k = tl.load(chunks + token * chunks_token + slot * chunks_slot, mask=inside, other=0)
+    held = (expert >= 0) & (expert < E) & (k > 0)
+    return tl.where(held, expert * LEVELS + k - 1, 0), held
+
+
+@triton.jit
+def count_kernel(
+    ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
+    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """counts int32 [blocks, KEYS]: how often each key occurs in each block of B pairs."""
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+    tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
+
+
+@triton.jit
+def _totals(counts, blocks, before, KEYS: tl.constexpr):
+    """Per key: its number in all blocks, and in those before block `before`; int32 [KEYS]."""
+    at_once: tl.constexpr = max(1, 8192 // KEYS)  # so that loads wait together
+    key, some = tl.arange(0, KEYS), tl.arange(0, at_once)
+    total = tl.zeros((KEYS,), tl.int32)
+    earlier = tl.zeros((KEYS,), tl.int32)
+    for first in range(0, blocks, at_once):
+        block = first + some[:, None]
+        count = tl.load(counts + block * KEYS + key[None, :], mask=block < blocks, other=0)
+        total += tl.sum(count, 0)
+        earlier += tl.sum(tl.where(block < before, count, 0), 0)
+    return total, earlier
+
+
+@triton.jit
+def sort_kernel(
+    ids, chunks, counts, order, levels, tiles, pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
+    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k. The last program writes the tiles.
+
+    tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every k that occurs. An
+    expert of one k gets tiles of BN pairs, others of MIXED.
+    """
+    block = tl.program_id(0)
+    total, earlier = _totals(counts, blocks, block, KEYS)
+    start = tl.cumsum(total, 0) - total
+    if block < blocks:
+        at = block * B + tl.arange(0, B)
+        key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+        other = tl.where(held, key, -1)
+        same = (key[:, None] == other[None, :]) & (tl.arange(0, B)[None, :] < tl.arange(0, B)[:, None])
+        place = tl.gather(start + earlier, key, 0) + tl.sum(same.to(tl.int32), 1)
+        tl.store(order + place, at, mask=held)
+        tl.store(levels + place, key % LEVELS + 1, mask=held)
+    else:
+        _write_tiles(tiles, total.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
+
+
+@triton.jit
+def _write_tiles(tiles, own, most_tiles, E_PAD: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr):
+    """All tiles, from the number of pairs of each expert with each k, int32 [E_PAD, 8]."""
+    expert, level = tl.arange(0, E_PAD), tl.arange(0, LEVELS)
+    number = tl.sum(own, 1)
+    step = tl.where(tl.max(own, 1) == number, BN, MIXED)
+    tile = tl.cumsum((number + step - 1) // step, 0)
+    start, ends = tl.cumsum(number, 0) - number, tl.cumsum(own, 1)
+    for turn in range(0, tl.max((number + step - 1) // step, 0)):
+        first = turn * step
+        last = tl.minimum(first + step, number)
+        found = (own > 0) & (ends > first[:, None]) & (ends - own < last[:, None])
+        entry = tiles + (tile - (number + step - 1) // step + turn) * 5
+        live = first < number
+        tl.store(entry, expert, mask=live)
+        tl.store(entry + 1, start + first, mask=live)
+        tl.store(entry + 2, start + last, mask=live)
+        tl.store(entry + 3, tl.max(tl.where(found, level[None, :] + 1, 0), 1), mask=live)
+        tl.store(entry + 4, tl.sum(tl.where(found, 2 << level[None, :], 0), 1), mask=live)
+    for first in range(tl.max(tile, 0), most_tiles, 128):
+        rest = first + tl.arange(0, 128)
+        tl.store(tiles + rest * 5, tl.full((128,), -1, tl.int32), mask=rest < most_tiles)
+
+
+@triton.jit
+def prepare_kernel(
+    x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.constexpr, STRETCHES_PAD: tl.constexpr, SPAN: tl.constexpr
+):  # fmt: skip
+    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [rows, 128 SPAN STRETCHES].
+
+    Input 32 SPAN l + 32 v + 16 h + s of a stretch goes to place 128 v + 8 s + 2 l + h and carries 2^(19 - place of bit s).
+    Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [rows] takes back.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, STRETCHES_PAD * SPAN * 128)
+    value = tl.load(x + row * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
+    power, inverse = unit_power(tl.max(tl.abs(value), 0))
+    scaled = (value * inverse * place_power(at % 16, 19)).to(tl.float16)
+    moved = scaled.reshape(STRETCHES_PAD, 4, SPAN, 2, 16).permute(0, 2, 4, 1, 3).reshape(STRETCHES_PAD * SPAN * 128)
+    tl.store(ready + row * (STRETCHES * SPAN * 128) + at, moved, mask=at < STRETCHES * SPAN * 128)
+    tl.store(factor + row, power * 2.0**-7)
+
+
+@triton.jit
+def combine_kernel(
+    rows, ids, chunks, gates, out, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
+    A: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum over slots, in order, of gate * rows[pair]; pairs that were not computed are left out."""
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.zeros((B,), tl.float32)
+    for slot in range(A):
+        expert = tl.load(ids + token * ids_token + slot * ids_slot)
+        k = tl.load(chunks + token * chunks_token + slot * chunks_slot)
+        held = (expert >= 0) & (expert < E) & (k > 0)
+        gate = tl.load(gates + token * gates_token + slot * gates_slot).to(tl.float32)
+        value = tl.load(rows + (token * A + slot) * WIDTH + at, mask=held & (at < WIDTH), other=0.0).to(tl.float32)
+        total += tl.where(held, gate * value, 0.0)
+    tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)

@@ -1,0 +1,104 @@
+"""Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
+
+CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, allocation) or "all". Shapes are those of a
+Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but spilled registers.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dpamoe.kernels import triton_decode, triton_experts, triton_prefill, triton_sort
+
+EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
+TYPES = {
+    "x": "*bf16", "ids": "*i64", "chunks": "*i32", "gates": "*bf16", "planes": ("*u8",) * PLANES,
+    "scales": ("*fp16",) * PLANES, "offset": "*fp16", "unit": "*fp16", "bias": "*fp16", "out": "*bf16",
+    "residuals": "*fp32", "budget": "*fp32", "k_max": "*i32", "factor": "*fp32", "order": "*i32", "levels": "*i32",
+    "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16",
+}  # fmt: skip
+MULTIPLES_OF_16 = ("x_token", "x_slot", "x_row")
+FIXED = {"E": EXPERTS, "C": PLANES, "TIED": False, "BIAS": False, "GROUP": GROUP, "ASM": True}
+UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": "silu_mul", "GATED": True}
+DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
+
+
+def compile_for(card, kernel, constants, types=None, **options):
+    """Shared memory and stack of one kernel, bytes."""
+    types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(position,)] = "constexpr", constants[name]
+            continue
+        signature[name] = types.get(name, "i32")
+        if isinstance(signature[name], tuple):
+            hints |= {(position, i): [["tt.divisibility", 16]] for i in range(len(signature[name]))}
+        elif signature[name].startswith("*") or name in MULTIPLES_OF_16:
+            hints[(position,)] = [["tt.divisibility", 16]]
+    made = triton.compile(ASTSource(kernel, signature, values, hints), target=GPUTarget("cuda", card, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        listing = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {"shared": made.metadata.shared, "spills": sum(map(int, re.findall(r"STACK:(\d+)", listing)))}
+
+
+def decode(card):
+    """The two decode kernels; the second with many and with few tokens."""
+    alone = {"A": ACTIVE, "BLOCK": 128, "ROWS": 8}
+    up = UP | alone | {"UNITS": 16, "ALLOCATE": True, "K_MIN": 2, "A_PAD": ACTIVE}
+    down = DOWN | alone
+    hidden = {"x": "*fp32"}
+    return {
+        "up": compile_for(card, triton_decode.up_kernel, up, {"out": "*fp32"}, num_warps=4),
+        "down": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 16}, hidden, num_warps=4),
+        "down few": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 32}, hidden, num_warps=8),
+    }
+
+
+def prefill(card):
+    """Every tile of the prefill kernel, for one k and for several."""
+    found = {}
+    for _, tile in triton_experts.tiles_for(card):
+        for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
+            cut = {
+                "SOURCE": ACTIVE, "TARGET": False, "BM": tile.rows, "BN": pairs, "SUB": part, "MIXED": mixed,
+                "NW": tile.warps, "SPAN": tile.span,
+            }  # fmt: skip
+            name = f"prefill {pairs} of {part}, {tile.span} words, {'mixed' if mixed else 'uniform'}"
+            if name not in found:
+                found[name] = compile_for(
+                    card, triton_prefill.prefill_kernel, UP | cut, {"x": "*fp16"}, num_warps=tile.warps, num_stages=tile.stages
+                )
+    return found
+
+
+def around(card):
+    """Sorting, reordering and summing."""
+    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
+    return {
+        "count": compile_for(card, triton_sort.count_kernel, keys),
+        "sort": compile_for(card, triton_sort.sort_kernel, keys | {"BN": 128, "MIXED": 32}, num_warps=8),
+        "prepare": compile_for(
+            card, triton_sort.prepare_kernel, {"IN": HIDDEN, "STRETCHES": 4, "STRETCHES_PAD": 4, "SPAN": 4}
+        ),
+        "combine": compile_for(
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}
+        ),
+    }  # fmt: skip
+
+
+SETS = {"decode": decode, "prefill": prefill, "around": around}
+
+if __name__ == "__main__":
+    card, chosen = int(sys.argv[1]), sys.argv[2]
+    names = SETS if chosen == "all" else [chosen]
+    print(json.dumps({name: facts for part in names for name, facts in SETS[part](card).items()}))

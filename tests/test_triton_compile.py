@@ -1,0 +1,44 @@
+"""Every Triton kernel and tile compiles for the cards we name, without one: no spills, no more shared memory than they have."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CARDS = (80, 86, 89, 90, 100, 120)
+SMALL_SHARED = {86, 89, 120}
+LIMIT = 101376  # bytes a program may take on those
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+
+def compiled(*choice):
+    """What the compiler says of each kernel: name to {"shared", "spills"}; in a process of its own, without the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, choice)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_kernels_fit_every_card(card):
+    found = compiled(card, "all")
+    assert len(found) > 10
+    for name, facts in found.items():
+        assert facts["spills"] == 0, f"{name} on sm_{card} spills {facts['spills']} bytes"
+        if card in SMALL_SHARED:
+            assert facts["shared"] <= LIMIT, f"{name} on sm_{card} takes {facts['shared']} bytes of shared memory"
+
+
+def test_the_decode_kernels_compile_for_hopper():
+    found = compiled(90, "decode")
+    assert set(found) == {"up", "down", "down few"}
+    assert all(facts["spills"] == 0 for facts in found.values())
