@@ -14,6 +14,7 @@ from dpamoe import measure, synthetic
 from dpamoe.kernels import paths
 from dpamoe.kernels.reference import ACTIVATIONS
 from dpamoe.modules import EncodedExperts, layer_shape
+from dpamoe.passes.backend import compile_backend
 from dpamoe.progress import track
 from dpamoe.sites import Site, gather
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
@@ -86,7 +87,7 @@ def _compiled(device: torch.device) -> Callable:
     if device.type != "cuda":
         return _call
     torch.compiler.reset()
-    return torch.compile(_call, backend="dpamoe", dynamic=False, fullgraph=True)
+    return torch.compile(_call, backend=compile_backend, dynamic=False, fullgraph=True)
 
 
 def _call(layer: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpamoe import api, measure, synthetic
 from dpamoe.bench import BASELINES, GATHERS, check_baselines, gathered_bytes
+from dpamoe.passes.backend import compile_backend
 from dpamoe.progress import track
 from dpamoe.sites import Site
 from dpamoe.spec import EncodeSpec, check_budget
@@ -85,7 +86,7 @@ def _step(model: nn.Module, encoded: bool, device: torch.device) -> Callable:
         return model.forward
     torch.compiler.reset()
     if encoded:
-        return torch.compile(model.forward, backend="dpamoe", options={"triton.cudagraphs": True})
+        return torch.compile(model.forward, backend=compile_backend, options={"triton.cudagraphs": True})
     return torch.compile(model.forward, mode="reduce-overhead")
 
 

@@ -146,7 +146,7 @@ class EncodedExperts(nn.Module):
             rows, index, weights, chunks,
             up.planes, up.scales, up.offset, up.unit, self.up_bias,
             down.planes, down.scales, down.offset, down.unit, self.down_bias,
-            self.site.activation, self.spec.group_size,
+            self.site.activation, self.spec.group_size, self.one_k,
         )  # fmt: skip
 
     def _in_steps(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
@@ -164,6 +164,11 @@ class EncodedExperts(nn.Module):
         return torch.ops.dpamoe.expert_matmul(
             x, index, chunks, weight.planes, weight.scales, weight.offset, weight.unit, bias, self.spec.group_size
         )
+
+    @property
+    def one_k(self) -> bool:
+        """Whether all pairs of an expert in a call read equally many planes."""
+        return self.spend.scope == "dispatch" and self.spend.fallback is None  # a uniform 3.5 is 3 here and 4 there
 
     def encoded_bytes(self) -> int:
         """Bytes of planes, scales and offsets held now."""

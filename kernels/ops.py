@@ -167,12 +167,13 @@ def _expert_ffn(
     x: Tensor, expert_ids: Tensor, gates: Tensor, chunks: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
-    down_bias: Tensor | None, activation: str, group_size: int,
+    down_bias: Tensor | None, activation: str, group_size: int, one_k: bool = False,
 ) -> Tensor:  # fmt: skip
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
-    the dtype of x, accumulated in fp32, slots added in order. Raises ValueError on shapes that do not fit.
+    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's word that no expert is read with different
+    which saves a launch; False is always right. Raises ValueError on shapes that do not fit.
     """
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
@@ -181,7 +182,7 @@ def _expert_ffn(
     _check_pairs(expert_ids, gates=gates, chunks=chunks)
     up, down = _opened(x, expert_ids, *both)
     _check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
-    output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, None)
+    output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, one_k, None)
     if output is not None:
         return output
     return grouped.expert_ffn(x, expert_ids, gates, chunks, up, up_bias, down, down_bias, activation)
@@ -200,10 +201,10 @@ def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
 def _ffn_in_triton(x, expert_ids, gates, chunks, *rest) -> Tensor | None:
     """The expert block by the Triton kernels, or None where they do not compute it.
 
-    The last argument: residuals, budget, k_max and k_min of an allocation to be made on the way, which only the decode path
-    can do, and which writes chunks; or None.
+    The last arguments: one_k; residuals, budget, k_max and k_min of an allocation to be made on the way, which only the
+    decode path can do, and which writes chunks; or None.
     """
-    *both, allocation = rest
+    *both, one_k, allocation = rest
     up, down = _opened(x, expert_ids, *both)
     if not _in_triton(x, expert_ids, up, down):
         return None
@@ -216,7 +217,7 @@ def _ffn_in_triton(x, expert_ids, gates, chunks, *rest) -> Tensor | None:
     if few:
         made = None if allocation is None else triton_experts.Allocation(gates, *allocation)
         return triton_experts.decode_ffn(*arguments, made)
-    return triton_experts.prefill_ffn(*arguments)
+    return triton_experts.prefill_ffn(*arguments, one_k)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):
@@ -228,6 +229,7 @@ def _routed_ffn(
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int, convex: bool = False,
+    one_k: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`allocate` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and the planes spent [T, A]."""
     both = (
@@ -237,11 +239,11 @@ def _routed_ffn(
     if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and _has_triton(x.device):
         _check_table(gates, expert_ids, residuals, k_min)
         chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
-        output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, (residuals, budget, k_max, k_min))
+        output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, one_k, (residuals, budget, k_max, k_min))
         if output is not None:
             return output, chunks
     chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
-    return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
+    return _expert_ffn(x, expert_ids, gates, chunks, *both, one_k), chunks
 
 
 def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):

@@ -354,7 +354,7 @@ def allocate(
     if chunks.numel():
         numbers, picks = _room(tokens, active, columns - k_min, convex, chunks.device)
         padded = triton.next_power_of_2(active)
-        warps = 1 if padded <= 16 else min(16, padded // 4)
+        warps = 1 if padded <= 8 else min(16, padded // 4)
         _allocate_kernel[(tokens,)](
             gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
             *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0,

@@ -39,7 +39,7 @@ def _product(
     line = experts.to(tl.int64) * OUT + rows
     word = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, None, :]
     at = line * (IN // 32) + word
-    live = (rows < OUT) & (chunks > 0)
+    live = (rows < OUT) & (chunks > 0) & (block * BLOCK < IN)  # beyond stands another row, or nothing
     inside = live & (word < IN // 32)
     group = line * GROUPS + block * BLOCK // GROUP
     zero, tied = _offsets(scales, offset, unit, group, live, experts, TIED)

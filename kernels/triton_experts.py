@@ -29,15 +29,15 @@ class Tile:
     mixed: int
     span: int
     warps: int = 4
-    stages: int = 2
+    stages: int = 1  # more keep loads ahead, but take the registers that a further program on the chip could have
 
 
 # by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
 TILES = (
-    (12, Tile(64, 16, 16, 16, 2)),
-    (24, Tile(64, 32, 32, 32, 2)),
-    (64, Tile(64, 64, 64, 32, 2)),
-    (1 << 62, Tile(64, 128, 128, 32, 1)),
+    (12, Tile(64, 16, 16, 16, 1)),
+    (24, Tile(64, 32, 32, 32, 1)),
+    (64, Tile(64, 64, 64, 32, 1)),
+    (1 << 62, Tile(64, 128, 128, 32, 1, stages=2)),
 )
 SLIM_TILES = TILES[:1] + ((1 << 62, TILES[1][1]),)  # elsewhere than on Hopper wider ones run out of registers
 
@@ -136,22 +136,36 @@ def decode_down(
     )  # fmt: skip
 
 
-def sort_pairs(ids: Tensor, chunks: Tensor, experts: int, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs by expert and k, their k, and the tiles they make (int32 [tiles, 5], see `sort_kernel`)."""
-    pairs, active = ids.numel(), ids.shape[1]
+@dataclass(frozen=True)
+class Sorted:
+    """Pairs by expert and k as `sort_kernel` leaves them, and the cut they were sorted for; peaks fp32 [2, E]."""
+
+    order: Tensor
+    levels: Tensor
+    tiles: Tensor
+    peaks: Tensor
+    tile: Tile
+
+
+def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down: EncodedWeight) -> Sorted:
+    """Sort the pairs for a block of two weights."""
+    (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device
     most = min(pairs, experts) + pairs // tile.mixed
-    order, levels = torch.empty(2, pairs, dtype=torch.int32, device=ids.device)
-    tiles = torch.empty(most, 5, dtype=torch.int32, device=ids.device)
+    order, levels = torch.empty(2, pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(most, 5, dtype=torch.int32, device=device)
+    peaks = torch.empty(2, experts, dtype=torch.float32, device=device)
     keys = 8 * triton.next_power_of_2(experts)
     blocks = triton.cdiv(pairs, SORT_BLOCK)
-    counts = torch.empty(blocks, keys, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(blocks, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *_pairs(ids, chunks), **sizes)
-    sort_kernel[(blocks + 1,)](
-        ids, chunks, counts, order, levels, tiles, pairs, blocks, most, *_pairs(ids, chunks),
-        **sizes, BN=tile.pairs, MIXED=tile.mixed, num_warps=8,
+    scales = [part for w in (up, down) for part in (w.scales[0], w.offset, w.offset if w.unit is None else w.unit)]
+    sort_kernel[(blocks + 1 + experts,)](
+        ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, most, *_pairs(ids, chunks),
+        **sizes, BN=tile.pairs, MIXED=tile.mixed, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(),
+        TIED=up.unit is not None, num_warps=8,
     )  # fmt: skip
-    return order, levels, tiles
+    return Sorted(order, levels, tiles, peaks, tile)
 
 
 def span_of(weight: EncodedWeight, most: int) -> int:
@@ -173,20 +187,25 @@ def prepare_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
 
 
 def prefill_product(
-    x: Tensor, order: Tensor, levels: Tensor, tiles: Tensor, weight: EncodedWeight, bias: Tensor | None, act: str,
-    tile: Tile, source: int, out: Tensor, by_pair: bool,
+    x: Tensor, by: Sorted, second: bool, weight: EncodedWeight, bias: Tensor | None, act: str, source: int, out: Tensor,
+    one_k: bool = False,
 ) -> None:  # fmt: skip
-    """out[row of a pair] = act(W_k x + bias); source: pairs that share a row of x, 0 where x is in sorted order already."""
+    """out[row of a pair] = act(W_k x + bias).
+
+    second: whether it is the second weight that the pairs were sorted for, whose results go back into the order of pairs.
+    source: pairs that share a row of x, 0 where x is in sorted order. one_k: no expert has pairs with different k.
+    """
+    tile, gated = by.tile, act != "" and is_gated(act)
     span = span_of(weight, tile.span)
     ready, factor = prepare_rows(x, span)
-    gated = act != "" and is_gated(act)
     rows = tile.rows // 2 if gated else tile.rows
-    grid = (triton.cdiv(out.shape[-1], rows), tiles.shape[0])
-    for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
+    grid = (triton.cdiv(out.shape[-1], rows), by.tiles.shape[0])
+    for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed))[: 1 if one_k else 2]:
         prefill_kernel[grid](
-            ready, factor, order, levels, tiles, *_tensors(weight, bias), out, **_shape(weight), BIAS=bias is not None,
-            ACT=act, GATED=gated, SOURCE=source, TARGET=by_pair, BM=tile.rows, BN=pairs, SUB=part, MIXED=mixed,
-            NW=tile.warps, SPAN=span, ASM=x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+            ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *_tensors(weight, bias), out,
+            **_shape(weight), BIAS=bias is not None, ACT=act, GATED=gated, SOURCE=source, TARGET=second, BM=tile.rows,
+            BN=pairs, SUB=part, MIXED=mixed, NW=tile.warps, SPAN=span, ASM=x.is_cuda, num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -200,18 +219,17 @@ def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: 
     return out
 
 
-def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str) -> Tensor:
+def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool = False) -> Tensor:
     """The expert block for many tokens, [T, H_out]: sorted, two grouped products, slots summed in order."""
     tokens, active = ids.shape
     experts, width, _ = down.offset.shape
-    tile = tile_for(ids, experts)
-    inner = torch.float32 if x.dtype == torch.float16 else x.dtype
-    sorted_pairs = sort_pairs(ids, chunks, experts, tile)
+    inner = torch.float32 if x.dtype == torch.float16 else x.dtype  # fp16 could overflow between the products
+    by = sort_pairs(ids, chunks, tile_for(ids, experts), up, down)
     hidden = torch.empty(ids.numel(), down.in_features, dtype=inner, device=x.device)
     rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    prefill_product(x, *sorted_pairs, up, up_bias, activation, tile, active, hidden, by_pair=False)
-    prefill_product(hidden, *sorted_pairs, down, down_bias, "", tile, 0, rows, by_pair=True)
+    prefill_product(x, by, False, up, up_bias, activation, active, hidden, one_k)
+    prefill_product(hidden, by, True, down, down_bias, "", 0, rows, one_k)
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
         rows, ids, chunks, gates, out, *_pairs(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
@@ -223,10 +241,10 @@ def prefill_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight
     """`expert_matmul` for many tokens, [T, A, O]."""
     tokens, active = ids.shape
     experts, width, _ = weight.offset.shape
-    tile = tile_for(ids, experts)
     out = torch.zeros(tokens * active, width, dtype=x.dtype, device=x.device)  # pairs that read nothing stay 0
     rows, source = (x.flatten(0, 1), 1) if x.dim() == 3 else (x, active)
-    prefill_product(rows, *sort_pairs(ids, chunks, experts, tile), weight, bias, "", tile, source, out, by_pair=True)
+    by = sort_pairs(ids, chunks, tile_for(ids, experts), weight, weight)
+    prefill_product(rows, by, True, weight, bias, "", source, out)
     return out.view(tokens, active, width)
 
 

@@ -4,7 +4,7 @@ Pairs are sorted by expert and k (`triton_sort`); a tile is up to BN of them for
 unpacks just the weights that it holds as matrix-unit operand, so that nothing passes through shared memory: of a stretch of
 4 SPAN words, lane l of every four takes words SPAN l to SPAN l + SPAN - 1, all in one group, and x is reordered to match
 (`triton_sort.prepare_kernel`). A weight is offset - sum of scales + sum of 2 * scale * bit, held as fp16 times a power of two
-per row and 2^(place - 11).
+per expert (`triton_sort`) and 2^(place - 11).
 """
 
 import triton
@@ -20,7 +20,6 @@ from dpamoe.kernels.triton_unpack import (
     swap_bytes,
     tied_scale,
     twice,
-    unit_power,
 )
 
 
@@ -50,7 +49,7 @@ def _read_scales(scales, offset, group, most, TIED: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def _offset(raw, unit, power, TIED: tl.constexpr):
-    """Offset times the row's power of two, and the tied scale likewise; fp32 [N]."""
+    """Offset times the expert's power of two, and the tied scale likewise; fp32 [N]."""
     zero = raw[0].to(tl.float32) * power
     scale = zero
     if TIED:
@@ -61,31 +60,12 @@ def _offset(raw, unit, power, TIED: tl.constexpr):
 
 @triton.jit
 def _scale(raw, tied, power, c: tl.constexpr, TIED: tl.constexpr):
-    """Scale of plane c times the row's power of two, fp32 [N]."""
+    """Scale of plane c times the expert's power of two, fp32 [N]."""
     if TIED:
         scale = tied * (0.5 ** (c + 1))
     else:
         scale = raw[c + 1].to(tl.float32) * power
     return scale
-
-
-@triton.jit
-def _row_power(scales, offset, unit, line, lane, GROUPS: tl.constexpr, TIED: tl.constexpr, N: tl.constexpr):
-    """A power of two per row, fp32 [N], under which scales and offsets are at most 1."""
-    top = tl.zeros((N // 4, 4), tl.float32)
-    for first in tl.static_range(0, GROUPS, 16):
-        group = first + lane[:, None] + 4 * tl.arange(0, 4)[None, :]
-        inside = group < GROUPS
-        largest = tl.load(scales[0] + line[:, None] * GROUPS + group, mask=inside, other=0)
-        if TIED:
-            largest = 2 * tied_scale(largest, unit)
-        else:
-            zero = tl.load(offset + line[:, None] * GROUPS + group, mask=inside, other=0).to(tl.float32)
-            largest = tl.maximum(largest.to(tl.float32), tl.abs(zero))
-        top = tl.maximum(top, tl.max(largest, 1).reshape(N // 4, 4))
-    top = tl.broadcast_to(tl.max(top, 1, keep_dims=True), (N // 4, 4)).reshape(N)
-    power, inverse = unit_power(top)
-    return inverse
 
 
 @triton.jit
@@ -212,13 +192,11 @@ def _mixed(
     LAST: tl.constexpr = WORDS // SPAN - 1
     STRETCHES: tl.constexpr = (WORDS + 4 * SPAN - 1) // (4 * SPAN)
     acc = tl.zeros((BM, MIXED), tl.float32)
-    raw = _read_scales(scales, offset, line * GROUPS + tl.minimum(lane, LAST) * (32 * SPAN) // GROUP, most, TIED, C)
     for u in range(STRETCHES):
         words = _read_words(planes, line, u, lane, most, WORDS, SPAN, C)
+        here = tl.minimum(u * 4 + lane, LAST)
+        raw = _read_scales(scales, offset, line * GROUPS + here * (32 * SPAN) // GROUP, most, TIED, C)
         zero, tied = _offset(raw, unit, power, TIED)
-        now = raw
-        ahead = tl.minimum((u + 1) * 4 + lane, LAST)
-        raw = _read_scales(scales, offset, line * GROUPS + ahead * (32 * SPAN) // GROUP, most, TIED, C)
         inside = u * 4 + lane <= LAST
         for v in tl.static_range(SPAN):
             xs = _read_x(x, sources, u * SPAN + v, first, end, MIXED, 1, STRETCHES * SPAN)
@@ -226,7 +204,7 @@ def _mixed(
             parts = _start(base * 0.0, ASM)
             for c in tl.static_range(C):
                 if c < most:
-                    scale = _scale(now, tied, power, c, TIED)
+                    scale = _scale(raw, tied, power, c, TIED)
                     parts = _add_plane(parts, words[c][v], twice(scale * (2.0**14), ASM), ASM)
                     base -= tl.where(inside, scale, 0.0)
                     if (present & (2 << c)) != 0:
@@ -254,7 +232,7 @@ def _store(
         target = n
         if TARGET:
             target = tl.load(order + n, mask=live, other=0)
-        result = accs[j] * back[:, None] * tl.load(factor + sources[j], mask=live, other=0.0)[None, :]
+        result = accs[j] * (back * tl.load(factor + sources[j], mask=live, other=0.0))[None, :]
         if GATED:
             gate, up = tl.split(result.reshape(BM // 16, 2, 8, SUB).permute(0, 2, 3, 1))
             gate, up = gate.reshape(BM // 2, SUB), up.reshape(BM // 2, SUB)
@@ -305,7 +283,7 @@ def _of_expert(
 
 @triton.jit
 def prefill_kernel(
-    x, factor, order, levels, tiles, planes, scales, offset, unit, bias, out,
+    x, factor, order, levels, tiles, peaks, planes, scales, offset, unit, bias, out,
     E: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
     TIED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SOURCE: tl.constexpr,
     TARGET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
@@ -325,8 +303,7 @@ def prefill_kernel(
     own_planes, own_scales, own_offset, tied_unit = _of_expert(
         planes, scales, offset, unit, expert, OUT * GROUPS, OUT * WORDS, C, TIED
     )
-    power = _row_power(own_scales, own_offset, tied_unit, line, lane, GROUPS, TIED, 4 * BM)
-    back = (1.0 / tl.max(power.reshape(BM // (16 * NW), 2, NW, 8, 4), 4)).permute(0, 2, 1, 3).reshape(BM)
+    power = tl.load(peaks + expert)
     sources = _sources(order, first, end, SOURCE, SUB, BN // SUB)
     if MIXED:
         counts = tl.load(levels + first + tl.arange(0, BN), mask=first + tl.arange(0, BN) < end, other=0)
@@ -341,6 +318,6 @@ def prefill_kernel(
             WORDS, GROUPS, GROUP, C, TIED, BM, SUB, BN // SUB, NW, SPAN, ASM,
         )  # fmt: skip
     _store(
-        accs, back, factor, order, sources, bias, out, expert, first, end,
+        accs, 1.0 / power, factor, order, sources, bias, out, expert, first, end,
         OUT, BIAS, ACT, GATED, TARGET, BM, SUB, BN // SUB,
     )  # fmt: skip

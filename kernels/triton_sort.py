@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dpamoe.kernels.triton_unpack import place_power, unit_power
+from dpamoe.kernels.triton_unpack import place_power, tied_scale, unit_power
 
 LEVELS = tl.constexpr(8)  # k = 1 … 8
 
@@ -46,14 +46,36 @@ def _totals(counts, blocks, before, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr):
+    """A power of two under which the scales and offsets of one expert are below 1; NUMBER of them."""
+    at_once: tl.constexpr = 4096
+    largest = tl.zeros((at_once,), tl.float32)
+    for first in range(0, NUMBER, at_once):
+        at = first + tl.arange(0, at_once)
+        value = tl.load(scale + expert.to(tl.int64) * NUMBER + at, mask=at < NUMBER, other=0).to(tl.float32)
+        if not TIED:
+            zero = tl.load(offset + expert.to(tl.int64) * NUMBER + at, mask=at < NUMBER, other=0).to(tl.float32)
+            value = tl.maximum(value, tl.abs(zero))
+        largest = tl.maximum(largest, value)
+    top = tl.max(largest, 0)
+    if TIED:
+        top = 2 * tied_scale(top, tl.load(unit + expert))  # offsets reach 4/3 of the scale
+    power, inverse = unit_power(top)
+    return inverse
+
+
+@triton.jit
 def sort_kernel(
-    ids, chunks, counts, order, levels, tiles, pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
+    ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
+    pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
+    UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
-    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k. The last program writes the tiles.
+    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k. One program more writes the tiles.
 
     tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every k that occurs. An
-    expert of one k gets tiles of BN pairs, others of MIXED.
+    expert of one k gets tiles of BN pairs, others of MIXED. E programs more find the power of two under which all scales and
+    offsets of an expert are below 1: peaks fp32 [2, E], of the up and the down weight, whose groups number UP and DOWN.
     """
     block = tl.program_id(0)
     total, earlier = _totals(counts, blocks, block, KEYS)
@@ -66,6 +88,11 @@ def sort_kernel(
         place = tl.gather(start + earlier, key, 0) + tl.sum(same.to(tl.int32), 1)
         tl.store(order + place, at, mask=held)
         tl.store(levels + place, key % LEVELS + 1, mask=held)
+    elif block > blocks:
+        expert = block - blocks - 1
+        if tl.sum(tl.where(tl.arange(0, KEYS) // LEVELS == expert, total, 0), 0) > 0:
+            tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
+            tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
     else:
         _write_tiles(tiles, total.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
 

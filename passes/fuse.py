@@ -26,7 +26,9 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
         readers = [user for user in chunks.users if user is not expert]
         with gm.graph.inserting_before(min([expert, *readers])):
             routed = gm.graph.call_function(
-                ops.routed_ffn.default, (x, ids, gates, residuals, budget, k_max, *weights, *rest), name="routed_ffn"
+                ops.routed_ffn.default,
+                (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:]),
+                name="routed_ffn",
             )
             output = gm.graph.call_function(operator.getitem, (routed, 0))
             spent = gm.graph.call_function(operator.getitem, (routed, 1))

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
-CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, allocation) or "all". Shapes are those of a
-Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but spilled registers.
+CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode" or "all".
+Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
+spilled registers.
 """
 
 import json
@@ -15,14 +16,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dpamoe.kernels import triton_decode, triton_experts, triton_prefill, triton_sort
+from dpamoe.kernels import (
+    triton_allocate,
+    triton_decode,
+    triton_encode,
+    triton_encode_tied,
+    triton_experts,
+    triton_prefill,
+    triton_sort,
+)
 
 EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
 TYPES = {
     "x": "*bf16", "ids": "*i64", "chunks": "*i32", "gates": "*bf16", "planes": ("*u8",) * PLANES,
     "scales": ("*fp16",) * PLANES, "offset": "*fp16", "unit": "*fp16", "bias": "*fp16", "out": "*bf16",
     "residuals": "*fp32", "budget": "*fp32", "k_max": "*i32", "factor": "*fp32", "order": "*i32", "levels": "*i32",
-    "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16",
+    "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
+    "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
 MULTIPLES_OF_16 = ("x_token", "x_slot", "x_row")
 FIXED = {"E": EXPERTS, "C": PLANES, "TIED": False, "BIAS": False, "GROUP": GROUP, "ASM": True}
@@ -84,9 +94,10 @@ def prefill(card):
 def around(card):
     """Sorting, reordering and summing."""
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
+    scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
-        "sort": compile_for(card, triton_sort.sort_kernel, keys | {"BN": 128, "MIXED": 32}, num_warps=8),
+        "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64}, num_warps=8),
         "prepare": compile_for(
             card, triton_sort.prepare_kernel, {"IN": HIDDEN, "STRETCHES": 4, "STRETCHES_PAD": 4, "SPAN": 4}
         ),
@@ -96,7 +107,43 @@ def around(card):
     }  # fmt: skip
 
 
-SETS = {"decode": decode, "prefill": prefill, "around": around}
+def allocate(card):
+    """Per token and per dispatch, by rank selection and by the exact programme."""
+    types = {"expert_ids": "*i64", "gates": "*fp32", "parts": "*fp64", "numbers": "*fp64", "picks": "*i8"}
+    limit = {"num_stages": 1}
+    found = {}
+    for convex in (True, False):
+        absent = {"numbers": None, "picks": None} if convex else {}
+        common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex} | absent
+        token = common | {"A_PAD": ACTIVE, "BLOCK": 32}
+        dispatch = common | {"E_PAD": EXPERTS, "ROWS": 64, "BLOCK": 512}
+        planes = types | {"planes": "*i32"}
+        found[f"token {convex}"] = compile_for(card, triton_allocate._allocate_kernel, token, types, num_warps=1, **limit)
+        found[f"dispatch {convex}"] = compile_for(
+            card, triton_allocate._dispatch_kernel, dispatch, planes, num_warps=8, maxnreg=255, **limit
+        )
+    return found
+
+
+def encode(card):
+    """The fits of both scale modes, and the planes."""
+    padded = triton.next_power_of_2(GROUP)
+    width = min(padded, max(triton_encode.PART, padded // triton_encode.THREADS))
+    parts = padded // width
+    cut = {"GROUP": GROUP, "WIDTH": width, "PARTS": parts, "WHOLE": True, "BLOCK": max(1, triton_encode.THREADS // parts)}
+    cut |= {"K": PLANES, "K_MIN": 2, "ITERATIONS": 8, "unit": None}
+    tied = {"scales": ("*u8",), "offset": "*i8", "unit": "*fp32"}
+    weight = {"weight": "*bf16", "beta": "fp32"}
+    planes = {"GROUP": GROUP, "K": PLANES, "BLOCK": triton_encode.WRITE_BYTES, "unit": None}
+    without = {name: value for name, value in cut.items() if name not in ("ITERATIONS", "unit")}
+    return {
+        "fit shared": compile_for(card, triton_encode.fit_shared, cut, weight, num_warps=4),
+        "fit tied": compile_for(card, triton_encode_tied.fit_tied, without, weight | tied, num_warps=4),
+        "write planes": compile_for(card, triton_encode.write_planes, planes, weight, num_warps=4),
+    }
+
+
+SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode}
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]

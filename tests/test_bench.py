@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from dpamoe import bench, bench_model, measure, synthetic
 from dpamoe.cli.main import main
 from dpamoe.spec import EncodeSpec, SpendSpec
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CPU = torch.device("cpu")
 SPEC = EncodeSpec(group_size=32)
@@ -223,3 +226,15 @@ def test_a_whole_model_on_a_gpu(folder, capsys):
     assert main(["bench", folder(), "--set", "hidden_size=256", "--set", "moe_intermediate_size=128", *flags]) == 0
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["compiled"] is True and all(row["memory_bytes"] >= row["weight_bytes"] for row in outcome["rows"])
+
+
+def test_the_table_of_the_readme_is_the_measured_one():
+    result = json.loads((ROOT / "tests/benchmarks/results/h200_layer.json").read_text(encoding="utf-8"))
+    measured = {}
+    for row in result["shapes"][0]["rows"]:
+        own = measured.setdefault(row["tokens"], dict(row["baseline_us"]))
+        own[row["allocation"], row["scope"]] = row["us"]
+    columns = [("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"), "grouped_mm", "bare_grouped_mm"]
+    expected = [f"| {tokens} | " + " | ".join(f"{own[c]:.0f}" for c in columns) + " |" for tokens, own in measured.items()]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- table: h200 -->")[1].strip().splitlines()
+    assert readme[2 : 2 + len(expected)] == expected and len(expected) == 6

@@ -91,7 +91,7 @@ def test_activations(random_pairs, layer, path, name):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 6e-3), (torch.float16, 2e-3)])  # output rounding added, bf16 twice
+@pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 1.2e-2), (torch.float16, 4e-3)])  # bf16 is cut, not rounded, there
 def test_rows_in_half_precision(random_pairs, layer, path, dtype, error):
     made = layer(width=64, inner=32)
     ids, gates, chunks = routing(random_pairs, 2)
@@ -124,13 +124,14 @@ def test_prefill_sorts_any_routing(random_pairs, layer, experts, active, tokens)
 
 
 @pytest.mark.parametrize("uniform", [True, False])
-def test_pairs_are_sorted_into_tiles(random_pairs, uniform):
+def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, uniform):
     ids, _, chunks = random_pairs(130, 3, 7, 5)  # more than one block of pairs
     ids[3] = 2
     ids[4, 0], ids[5, 1] = -1, 7
     chunks = torch.where(chunks > 0, 4, 0).int() if uniform else chunks
-    tile = te.Tile(64, 32, 32, 16, 1)
-    order, levels, tiles = (t.cpu() for t in te.sort_pairs(*on_device(ids, chunks), 7, tile))
+    weights = random_encoded(7, 40, 64, 32, PLANES), random_encoded(7, 64, 32, 32, PLANES, seed=1)
+    by = te.sort_pairs(*on_device(ids, chunks), te.Tile(64, 32, 32, 16, 1), *on_device(*weights))
+    order, levels, tiles, peaks = (t.cpu() for t in (by.order, by.levels, by.tiles, by.peaks))
     flat, counts = ids.flatten(), chunks.flatten()
     held = (flat >= 0) & (flat < 7) & (counts > 0)
     number = int(held.sum())
@@ -144,6 +145,9 @@ def test_pairs_are_sorted_into_tiles(random_pairs, uniform):
         assert {int(flat[p]) for p in order[first:end]} == {expert}
         assert most == max(found) and present == sum(1 << k for k in found)
         assert end - first <= (32 if uniform else 16)
+    for weight, peak in zip(weights, peaks, strict=True):
+        largest = torch.stack([t.float().abs().flatten(1).amax(1) for t in (weight.scales[0], weight.offset)]).amax(0)
+        assert ((largest * peak < 1) & (largest * peak >= 0.5)).all()  # every expert is asked for
 
 
 def test_prefill_and_decode_matmul(random_pairs, random_encoded):
@@ -173,6 +177,26 @@ def test_allocation_inside_decode(random_pairs, convex_table, layer):
     found = te.decode_ffn(*moved, chunks, *on_device(*weights), activation, source)
     assert torch.equal(chunks.cpu(), expected)
     assert relative(found.cpu(), grouped.expert_ffn(x, ids, gates, expected, *made)) < ERROR
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_read_beyond_a_weight(random_pairs, layer, path):
+    up, _, down, _, activation = layer()  # 5 and 3 groups a row, which no power of two divides
+    ids, gates, chunks = routing(random_pairs, 2)
+    ids[:], chunks[:] = EXPERTS - 1, PLANES  # the last expert, whose last row ends the tensors
+
+    def guarded(weight):
+        """The same weight, with NaN behind its scales and offset."""
+
+        def before_nan(t):
+            return torch.cat([t.flatten(), torch.full((64,), float("nan")).to(t.dtype)])[: t.numel()].view(t.shape)
+
+        return type(weight)(weight.planes, [before_nan(t) for t in weight.scales], before_nan(weight.offset), None,
+                            weight.in_features, weight.group_size)  # fmt: skip
+
+    made = guarded(up), None, guarded(down), None, activation
+    x = rows(2, WIDTH)
+    assert relative(run(path, x, ids, gates, chunks, made), grouped.expert_ffn(x, ids, gates, chunks, *made)) < ERROR
 
 
 def test_rows_need_not_be_contiguous(random_pairs, layer):
