@@ -39,7 +39,7 @@ TILES = (
     (64, Tile(64, 64, 64, 32, 1)),
     (1 << 62, Tile(64, 128, 128, 32, 1, stages=2)),
 )
-SLIM_TILES = TILES[:1] + ((1 << 62, TILES[1][1]),)  # elsewhere than on Hopper wider ones run out of registers
+SLIM_TILES = TILES[:1] + ((1 << 62, Tile(64, 32, 32, 16, 1)),)  # elsewhere than on Hopper wider ones run out of registers
 
 
 def supported(weight: EncodedWeight) -> bool:

@@ -68,7 +68,12 @@ def run(path, x, ids, gates, chunks, layer):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "activation, group, tied, bias",
-    [("silu_mul", 32, False, False), ("swigluoai", 32, True, True), ("gelu", 96, False, True), ("relu2", -1, False, False)],
+    [
+        ("silu_mul", 32, False, False),
+        ("swigluoai", 32, True, True),
+        pytest.param("gelu", 96, False, True, marks=pytest.mark.slow),
+        pytest.param("relu2", -1, False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_mix_of_planes(random_pairs, layer, path, activation, group, tied, bias):
     made = layer(activation, group, tied, bias, width=192 if group == 96 else WIDTH)
@@ -80,6 +85,7 @@ def test_every_mix_of_planes(random_pairs, layer, path, activation, group, tied,
     assert relative(found, grouped.expert_ffn(x, ids, gates, chunks, *made)) < ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["gelu_mul", "gelu_tanh_mul", "relu_mul", "sigmoid_mul", "silu", "gelu_tanh", "relu"])
 def test_activations(random_pairs, layer, path, name):
@@ -102,6 +108,7 @@ def test_rows_in_half_precision(random_pairs, layer, path, dtype, error):
     assert found.dtype == dtype and relative(found, expected) < error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_any_magnitude_of_rows(random_pairs, layer, path):
     made = layer(width=64, inner=32, activation="relu_mul")
@@ -115,7 +122,7 @@ def test_any_magnitude_of_rows(random_pairs, layer, path):
     assert not run(path, torch.zeros(3, 64), ids, gates, chunks, made).any()
 
 
-@pytest.mark.parametrize("experts, active, tokens", [(1, 1, 17), (60, 6, 3), (5, 3, 9)])
+@pytest.mark.parametrize("experts, active, tokens", [(1, 1, 17), (5, 3, 9), pytest.param(60, 6, 3, marks=pytest.mark.slow)])
 def test_prefill_sorts_any_routing(random_pairs, layer, experts, active, tokens):
     made = layer(width=32, inner=32, experts=experts)
     ids, gates, chunks = routing(random_pairs, tokens, active, experts)
@@ -199,6 +206,7 @@ def test_nothing_is_read_beyond_a_weight(random_pairs, layer, path):
     assert relative(run(path, x, ids, gates, chunks, made), grouped.expert_ffn(x, ids, gates, chunks, *made)) < ERROR
 
 
+@pytest.mark.slow
 def test_rows_need_not_be_contiguous(random_pairs, layer):
     made = layer(width=32, inner=32)
     ids, gates, chunks = routing(random_pairs, 3)
