@@ -198,8 +198,7 @@ def prefill_product(
     tile, gated = by.tile, act != "" and is_gated(act)
     span = span_of(weight, tile.span)
     ready, factor = prepare_rows(x, span)
-    rows = tile.rows // 2 if gated else tile.rows
-    grid = (triton.cdiv(out.shape[-1], rows), by.tiles.shape[0])
+    grid = (triton.cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
     for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed))[: 1 if one_k else 2]:
         prefill_kernel[grid](
             ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *_tensors(weight, bias), out,

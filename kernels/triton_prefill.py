@@ -219,7 +219,7 @@ def _mixed(
 
 @triton.jit
 def _store(
-    accs, back, factor, order, sources, bias, out, expert, first, end,
+    accs, back, factor, order, sources, bias, out, block, expert, first, end,
     OUT: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, TARGET: tl.constexpr,
     BM: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -236,13 +236,13 @@ def _store(
         if GATED:
             gate, up = tl.split(result.reshape(BM // 16, 2, 8, SUB).permute(0, 2, 3, 1))
             gate, up = gate.reshape(BM // 2, SUB), up.reshape(BM // 2, SUB)
-            rows = tl.program_id(0) * (BM // 2) + tl.arange(0, BM // 2)
+            rows = block * (BM // 2) + tl.arange(0, BM // 2)
             if BIAS:
                 gate += tl.load(bias + expert * OUT + rows, mask=rows < HALF, other=0.0).to(tl.float32)[:, None]
                 up += tl.load(bias + expert * OUT + HALF + rows, mask=rows < HALF, other=0.0).to(tl.float32)[:, None]
             result = activate_gated(gate, up, ACT)
         else:
-            rows = tl.program_id(0) * BM + tl.arange(0, BM)
+            rows = block * BM + tl.arange(0, BM)
             if BIAS:
                 result += tl.load(bias + expert * OUT + rows, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
             result = activate_plain(result, ACT)
@@ -251,7 +251,7 @@ def _store(
 
 
 @triton.jit
-def _rows_of_threads(BM: tl.constexpr, NW: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr):
+def _rows_of_threads(block, BM: tl.constexpr, NW: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr):
     """Lane of every four and row of the weight for each of the 4 BM holdings, as the matrix unit wants its left operand.
 
     GATED: of the two rows that a thread holds together, one is a gate row, the other its up row.
@@ -259,9 +259,9 @@ def _rows_of_threads(BM: tl.constexpr, NW: tl.constexpr, OUT: tl.constexpr, GATE
     i = tl.arange(0, 4 * BM)
     within, side, strip = i // 4 % 8, i // (32 * NW) % 2, i // 32 % NW + i // (64 * NW) * NW
     if GATED:
-        row = tl.minimum(tl.program_id(0) * (BM // 2) + strip * 8 + within, OUT // 2 - 1) + side * (OUT // 2)
+        row = tl.minimum(block * (BM // 2) + strip * 8 + within, OUT // 2 - 1) + side * (OUT // 2)
     else:
-        row = tl.minimum(tl.program_id(0) * BM + strip * 16 + side * 8 + within, OUT - 1)
+        row = tl.minimum(block * BM + strip * 16 + side * 8 + within, OUT - 1)
     return i % 4, row
 
 
@@ -294,12 +294,13 @@ def prefill_kernel(
     SOURCE: x has one row for SOURCE pairs in a row; 0: x is sorted already. TARGET: out is in the order of pairs, not sorted.
     """
     WORDS: tl.constexpr = IN // 32
-    entry = tiles + tl.program_id(1) * 5
+    blocks: tl.constexpr = (OUT + BM - 1) // BM
+    block, entry = tl.program_id(0) % blocks, tiles + tl.program_id(0) // blocks * 5
     expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     most, present = tl.load(entry + 3), tl.load(entry + 4)
     if (expert < 0) | ((present == 1 << most) == MIXED):
         return
-    lane, line = _rows_of_threads(BM, NW, OUT, GATED)
+    lane, line = _rows_of_threads(block, BM, NW, OUT, GATED)
     own_planes, own_scales, own_offset, tied_unit = _of_expert(
         planes, scales, offset, unit, expert, OUT * GROUPS, OUT * WORDS, C, TIED
     )
@@ -318,6 +319,6 @@ def prefill_kernel(
             WORDS, GROUPS, GROUP, C, TIED, BM, SUB, BN // SUB, NW, SPAN, ASM,
         )  # fmt: skip
     _store(
-        accs, 1.0 / power, factor, order, sources, bias, out, expert, first, end,
+        accs, 1.0 / power, factor, order, sources, bias, out, block, expert, first, end,
         OUT, BIAS, ACT, GATED, TARGET, BM, SUB, BN // SUB,
     )  # fmt: skip
