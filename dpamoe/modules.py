@@ -123,8 +123,8 @@ class EncodedExperts(nn.Module):
             index = chosen(top_k_index)
             weights = top_k_weights.view(index.shape)
         chunks = self.allocate(index, weights)
-        counted = chunks.flatten().long()
-        self.spent.scatter_add_(0, counted, torch.ones_like(counted))
+        planes = torch.arange(self.spent.numel(), device=chunks.device)
+        self.spent.add_((chunks.flatten()[:, None] == planes).sum(0))  # compiled: one kernel, where a scatter also copies
         result = self.compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
