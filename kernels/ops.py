@@ -108,7 +108,8 @@ def _allocate(
     if _has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
-        return triton_allocate.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+        with torch.cuda.device_of(gates):
+            return triton_allocate.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
     return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
 
 
@@ -125,7 +126,8 @@ def _allocate_dispatch(
     if _has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
-        return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+        with torch.cuda.device_of(gates):
+            return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
     return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
 
 
@@ -151,7 +153,8 @@ def _expert_matmul(
 
         few = _path(x, expert_ids, weight, offset.shape[1], False) == "decode"
         run = triton_experts.decode_matmul if few else triton_experts.prefill_matmul
-        return run(_with_unit_stride(x), expert_ids, chunks, weight, bias)
+        with torch.cuda.device_of(x):
+            return run(_with_unit_stride(x), expert_ids, chunks, weight, bias)
     return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
 
 
@@ -214,10 +217,9 @@ def _ffn_in_triton(x, expert_ids, gates, chunks, *rest) -> Tensor | None:
     if allocation is not None and not few:
         return None
     arguments = (_with_unit_stride(x), expert_ids, gates, chunks, up, both[4], down, both[9], both[-2])
-    if few:
-        made = None if allocation is None else triton_experts.Allocation(gates, *allocation)
-        return triton_experts.decode_ffn(*arguments, made)
-    return triton_experts.prefill_ffn(*arguments, one_k)
+    made = None if allocation is None else triton_experts.Allocation(gates, *allocation)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return triton_experts.decode_ffn(*arguments, made) if few else triton_experts.prefill_ffn(*arguments, one_k)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):
