@@ -5,7 +5,6 @@ The fit minimises sum over k of w_k |W - W_k|^2, w_k = beta^(k - k_max), by turn
 codes by successive sign for fixed scales, from a geometric start with searched clipping.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 
@@ -22,6 +21,7 @@ from dpamoe.kernels.layout import (
     pack_signs,
     tied_scale,
 )
+from dpamoe.kernels.paths import has_triton
 from dpamoe.sites import ExpertWeights
 from dpamoe.spec import EncodeSpec
 
@@ -50,7 +50,7 @@ def encode(
     dtype = _scale_dtype(half_range, weight)
     unit = half_range.clamp_min(torch.finfo(torch.float32).tiny) if spec.scale_mode == "tied" else None
     result = _empty(weight, groups, dtype, unit, spec)
-    if _runs_triton(weight.device) and _encode_with_triton(weight, result, spec, progress):
+    if has_triton(weight.device) and _encode_with_triton(weight, result, spec, progress):
         return result
     mask = _mask(in_features, group, groups, weight.device)
     rows = weight.flatten(0, 1)
@@ -64,12 +64,6 @@ def encode(
         if progress is not None:
             progress(block.numel())
     return result
-
-
-def _runs_triton(device: torch.device) -> bool:
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _encode_with_triton(weight: Tensor, result: EncodedWeight, spec: EncodeSpec, progress) -> bool:

@@ -6,9 +6,6 @@ unit (see `layout`). On CUDA the Triton kernels run; torch code runs on the CPU,
 fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the kernels multiply in fp16.
 """
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
@@ -26,17 +23,9 @@ def _define(name: str, function, fake):
     return op
 
 
-@functools.lru_cache
-def _has_triton(device: torch.device) -> bool:
-    """Whether the Triton kernels run on this device."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
     """Whether the Triton kernels compute these rows."""
-    if not _has_triton(x.device) or not expert_ids.numel():
+    if not paths.has_triton(x.device) or not expert_ids.numel():
         return False
     if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return False
@@ -105,7 +94,7 @@ def _allocate(
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
         raise ValueError(f"budget {list(budget.shape)} must be 0-d or hold one number for each of {expert_ids.shape[0]} tokens")
-    if _has_triton(gates.device):
+    if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
         with torch.cuda.device_of(gates):
@@ -123,7 +112,7 @@ def _allocate_dispatch(
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim():
         raise ValueError(f"budget {list(budget.shape)} must be 0-d: a dispatch shares one budget")
-    if _has_triton(gates.device):
+    if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
         with torch.cuda.device_of(gates):
@@ -175,8 +164,8 @@ def _expert_ffn(
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
-    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's word that no expert is read with different
-    which saves a launch; False is always right. Raises ValueError on shapes that do not fit.
+    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's word that all pairs of an expert
+    have the same k, which saves a launch; False is always right. Raises ValueError on shapes that do not fit.
     """
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
@@ -185,10 +174,9 @@ def _expert_ffn(
     _check_pairs(expert_ids, gates=gates, chunks=chunks)
     up, down = _opened(x, expert_ids, *both)
     _check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
-    output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, one_k, None)
-    if output is not None:
-        return output
-    return grouped.expert_ffn(x, expert_ids, gates, chunks, up, up_bias, down, down_bias, activation)
+    block = (up, up_bias, down, down_bias, activation)
+    output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k)
+    return grouped.expert_ffn(x, expert_ids, gates, chunks, *block) if output is None else output
 
 
 def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
@@ -201,23 +189,22 @@ def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
     return up, EncodedWeight(*parts[5:9], width, group_size)
 
 
-def _ffn_in_triton(x, expert_ids, gates, chunks, *rest) -> Tensor | None:
-    """The expert block by the Triton kernels, or None where they do not compute it.
+def _ffn_in_triton(x, expert_ids, gates, chunks, block: tuple, one_k: bool, limits: tuple | None = None) -> Tensor | None:
+    """An expert block (up, its bias, down, its bias, activation) by the Triton kernels, or None where they do not compute it.
 
-    The last arguments: one_k; residuals, budget, k_max and k_min of an allocation to be made on the way, which only the
-    decode path can do, and which writes chunks; or None.
+    limits: residuals, budget, k_max and k_min of an allocation to be made on the way, which only the decode path can do, and
+    which writes chunks; without them chunks is read.
     """
-    *both, one_k, allocation = rest
-    up, down = _opened(x, expert_ids, *both)
+    up, _, down, _, activation = block
     if not _in_triton(x, expert_ids, up, down):
         return None
     from dpamoe.kernels import triton_experts
 
-    few = _path(x, expert_ids, up, down.in_features, is_gated(both[-2])) == "decode"
-    if allocation is not None and not few:
+    few = _path(x, expert_ids, up, down.in_features, is_gated(activation)) == "decode"
+    if limits is not None and not few:
         return None
-    arguments = (_with_unit_stride(x), expert_ids, gates, chunks, up, both[4], down, both[9], both[-2])
-    made = None if allocation is None else triton_experts.Allocation(gates, *allocation)
+    arguments = (_with_unit_stride(x), expert_ids, gates, chunks, *block)
+    made = None if limits is None else triton_experts.Allocation(gates, *limits)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         return triton_experts.decode_ffn(*arguments, made) if few else triton_experts.prefill_ffn(*arguments, one_k)
 
@@ -238,10 +225,12 @@ def _routed_ffn(
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
-    if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and _has_triton(x.device):
+    if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
         _check_table(gates, expert_ids, residuals, k_min)
         chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
-        output = _ffn_in_triton(x, expert_ids, gates, chunks, *both, one_k, (residuals, budget, k_max, k_min))
+        up, down = _opened(x, expert_ids, *both)
+        block = (up, up_bias, down, down_bias, activation)
+        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k, (residuals, budget, k_max, k_min))
         if output is not None:
             return output, chunks
     chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)

@@ -5,6 +5,7 @@ choice never changes how many planes are read, only which kernel reads them. Cos
 $XDG_CACHE_HOME/dpamoe/DEVICE.json (~/.cache without the variable), read once per process and device.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -88,6 +89,14 @@ class Costs:
         if start is not None and (type(start) is not int or start < 1):
             raise ValueError("uniform_from must be a whole number above 0, or null")
         return Costs(times, start, float(costs.budget), str(costs.date), str(costs.torch), str(costs.triton))
+
+
+@cache
+def has_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this device at all; else the torch code does."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def holds_from(outcomes: Mapping[int, bool]) -> int | None:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpamoe.kernels.layout import TIED_OFFSET_STEPS, TIED_STEPS_PER_OCTAVE, TIED_TOP_CODE, group_width
+from dpamoe.kernels.layout import group_width
+from dpamoe.kernels.triton_unpack import OFFSET_STEPS, tied_scale
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 THREADS = 128  # parts of groups in one program
@@ -30,9 +31,6 @@ CLIP_STEP = tl.constexpr(0.1)
 RIDGE = tl.constexpr(1e-5)
 NOISE = tl.constexpr(1e-6)
 SIGN = tl.constexpr(0x80000000)
-STEPS_PER_OCTAVE = tl.constexpr(float(TIED_STEPS_PER_OCTAVE))
-TOP_CODE = tl.constexpr(float(TIED_TOP_CODE))
-OFFSET_STEPS = tl.constexpr(float(TIED_OFFSET_STEPS))
 
 
 @triton.constexpr_function
@@ -286,17 +284,12 @@ def fit_shared(
 
 
 @triton.jit
-def tied_scale(code):
-    """Scale behind an 8-bit log code, in units, as in `layout.tied_scale`."""
-    return tl.where(code > 0, tl.exp2((code.to(tl.float32) - TOP_CODE) / STEPS_PER_OCTAVE), 0.0)
-
-
-@triton.jit
 def load_levels(scales, offset, unit, at, expert, inside, K: tl.constexpr):
     """Levels of stored groups, fp32; unit is None unless scales are tied."""
     zero = tl.load(offset + at, mask=inside, other=0).to(tl.float32)
     if unit is not None:
-        scale = tied_scale(tl.load(scales[0] + at, mask=inside, other=0)) * tl.load(unit + expert, mask=inside, other=0.0)
+        own_unit = tl.load(unit + expert, mask=inside, other=0.0)
+        scale = tied_scale(tl.load(scales[0] + at, mask=inside, other=0), own_unit)
         levels = grid(zero * (scale / OFFSET_STEPS), scale, K)
     else:
         levels = (zero,)

@@ -8,10 +8,7 @@ from torch import Tensor
 
 from dpamoe.kernels.triton_encode import (
     INTEGERS,
-    OFFSET_STEPS,
     POINTERS,
-    STEPS_PER_OCTAVE,
-    TOP_CODE,
     encode_with,
     extremes,
     grid,
@@ -20,8 +17,8 @@ from dpamoe.kernels.triton_encode import (
     over_group,
     prefix_weights,
     shares,
-    tied_scale,
 )
+from dpamoe.kernels.triton_unpack import OFFSET_STEPS, STEPS_PER_OCTAVE, TOP_CODE, tied_scale
 
 CLIPS = tl.constexpr(11)
 CLIP_STEP = tl.constexpr(0.05)
@@ -35,7 +32,7 @@ def rounded_levels(middle, half, mean, clip):
     wanted = tl.maximum(half * clip, tl.where(half * clip < reach, tl.maximum(half, reach), 0.0))
     code = tl.ceil(tl.log2(tl.maximum(wanted, LEAST)) * STEPS_PER_OCTAVE + TOP_CODE)
     code = tl.where(wanted > 0, tl.minimum(tl.maximum(code, 1.0), TOP_CODE), 0.0)
-    scale = tied_scale(code)
+    scale = tied_scale(code, 1.0)
     steps = tl.floor((middle * clip + mean * (1.0 - clip)) / tl.maximum(scale, LEAST) * OFFSET_STEPS + 0.5)
     return code, tl.where(scale > 0, tl.minimum(tl.maximum(steps, -128.0), 127.0), 0.0), scale
 

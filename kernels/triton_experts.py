@@ -159,7 +159,7 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     counts = torch.empty(blocks, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *_pairs(ids, chunks), **sizes)
-    scales = [part for w in (up, down) for part in (w.scales[0], w.offset, w.offset if w.unit is None else w.unit)]
+    scales = [part for weight in (up, down) for part in (weight.scales[0], *_tensors(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, most, *_pairs(ids, chunks),
         **sizes, BN=tile.pairs, MIXED=tile.mixed, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(),

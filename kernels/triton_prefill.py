@@ -201,7 +201,7 @@ def _mixed(
         for v in tl.static_range(SPAN):
             xs = _read_x(x, sources, u * SPAN + v, first, end, MIXED, 1, STRETCHES * SPAN)
             base = tl.where(inside, zero, 0.0)
-            parts = _start(base * 0.0, ASM)
+            parts = (line * 0,) * 16
             for c in tl.static_range(C):
                 if c < most:
                     scale = _scale(raw, tied, power, c, TIED)

@@ -9,9 +9,11 @@ there by swapping the bytes of each half. Packed pairs of fp16 travel as int32, 
 import triton
 import triton.language as tl
 
-STEPS_PER_OCTAVE = tl.constexpr(24.0)
-TOP_CODE = tl.constexpr(255.0)
-OFFSET_STEPS = tl.constexpr(96.0)
+from dpamoe.kernels.layout import TIED_OFFSET_STEPS, TIED_STEPS_PER_OCTAVE, TIED_TOP_CODE
+
+STEPS_PER_OCTAVE = tl.constexpr(float(TIED_STEPS_PER_OCTAVE))
+TOP_CODE = tl.constexpr(float(TIED_TOP_CODE))
+OFFSET_STEPS = tl.constexpr(float(TIED_OFFSET_STEPS))
 
 
 @triton.constexpr_function

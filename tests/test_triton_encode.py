@@ -46,7 +46,7 @@ def random(*shape, degrees=None, seed=0):
 def in_triton(weight, spec, progress=None):
     """Encode by the Triton kernels into tensors that hold something else before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode_module, "_runs_triton", lambda device: True)
+        patch.setattr(encode_module, "has_triton", lambda device: True)
         patch.setattr(encode_module, "_empty", poisoned(encode_module._empty))
         patch.setattr(encode_module, "_encode_rows", None)  # the torch encoder
         return encode(weight, spec, progress=progress)
@@ -236,7 +236,7 @@ def test_other_weights_are_left_to_torch(monkeypatch):
     assert not triton_encode.supports(torch.empty(0, 2, 64), 32)
     weight, spec = random(1, 3, 64).cpu(), EncodeSpec(group_size=32, **BRIEF)
     expected = encode(weight, spec)
-    monkeypatch.setattr(encode_module, "_runs_triton", lambda device: True)
+    monkeypatch.setattr(encode_module, "has_triton", lambda device: True)
     assert same(encode(weight.double(), spec), expected)
 
 
