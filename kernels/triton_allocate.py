@@ -187,7 +187,7 @@ def _programme(row, column, weight, held, extra, limit, numbers, picks, STEPS: t
             least = tl.full([BLOCK], float("inf"), tl.float64)
             pick = tl.zeros([BLOCK], tl.int32)
             for choice in tl.static_range(STEPS + 1):
-                fits = (state >= choice) & (state <= extra) & (choice <= limit)
+                fits = (state >= choice) & (state <= tl.where(choice <= limit, extra, -1))
                 total = tl.load(old + state - choice, mask=fits, other=0.0) + tl.load(costs + choice)
                 better = fits & (total <= least)
                 least, pick = tl.where(better, total, least), tl.where(better, choice, pick)

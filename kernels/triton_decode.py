@@ -67,18 +67,19 @@ def _rows_of_pair(
     """W_k x of the given rows, and (GATED) of those half the weight further on; fp32 [ROWS, 1, 1]."""
     first_half = tl.zeros((ROWS, UNITS, 1), tl.float32)
     second_half = first_half
+    chunks = tl.zeros((1, 1, 1), tl.int32) + k  # a lone number compared and spread has no right type in some interpreters
     for first in tl.static_range(0, (IN + BLOCK - 1) // BLOCK, UNITS):
         block = first + tl.arange(0, UNITS)[None, :, None]
         at = (first + tl.arange(0, UNITS)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
         value = tl.load(x + at, mask=at < IN, other=0.0).to(tl.float32)
         ready, sums, factor = prepare(value, UNITS, BLOCK // 32, ASM)
         first_half += _product(
-            planes, scales, offset, unit, expert, k, k, block, rows, ready, sums, factor,
+            planes, scales, offset, unit, expert, chunks, k, block, rows, ready, sums, factor,
             OUT, IN, GROUPS, GROUP, BLOCK, C, TIED, ASM,
         )  # fmt: skip
         if GATED:
             second_half += _product(
-                planes, scales, offset, unit, expert, k, k, block, rows + OUT // 2, ready, sums, factor,
+                planes, scales, offset, unit, expert, chunks, k, block, rows + OUT // 2, ready, sums, factor,
                 OUT, IN, GROUPS, GROUP, BLOCK, C, TIED, ASM,
             )  # fmt: skip
     return tl.sum(first_half, 1, keep_dims=True), tl.sum(second_half, 1, keep_dims=True)
@@ -132,7 +133,7 @@ def up_kernel(
         x + token * x_token + slot * x_slot, planes, scales, offset, unit, expert, k, rows,
         OUT, IN, GROUPS, GROUP, C, TIED, GATED, BLOCK, UNITS, ROWS, ASM,
     )  # fmt: skip
-    result = _finish(first, second, bias, expert * OUT + rows, (rows < width) & (k > 0), OUT, ACT, GATED, BIAS)
+    result = _finish(first, second, bias, expert * OUT + rows, rows < tl.where(k > 0, width, 0), OUT, ACT, GATED, BIAS)
     tl.store(out + pair * width + rows, result.to(out.dtype.element_ty), mask=rows < width)
 
 
@@ -176,6 +177,6 @@ def down_kernel(
         for slot in range(A):
             expert, k = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A, E)
             gate = tl.load(gates + token * gates_token + slot * gates_slot, mask=k > 0, other=0.0).to(tl.float32)
-            value = tl.load(bias + expert * OUT + rows, mask=(rows < OUT) & (k > 0), other=0.0)
+            value = tl.load(bias + expert * OUT + rows, mask=rows < tl.where(k > 0, OUT, 0), other=0.0)
             result += gate * value.to(tl.float32)
     tl.store(out + token * OUT + rows, result.to(out.dtype.element_ty), mask=rows < OUT)

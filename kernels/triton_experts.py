@@ -21,25 +21,24 @@ SORT_BLOCK = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """How the prefill kernel is cut: rows; pairs of an expert with one k, in parts; pairs with several k; words of a thread."""
+    """How the prefill kernel is cut: rows; pairs of an expert with one k, in parts; pairs with several k."""
 
     rows: int
     pairs: int
     part: int
     mixed: int
-    span: int
     warps: int = 4
     stages: int = 1  # more keep loads ahead, but take the registers that a further program on the chip could have
 
 
 # by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
 TILES = (
-    (12, Tile(64, 16, 16, 16, 1)),
-    (24, Tile(64, 32, 32, 32, 1)),
-    (64, Tile(64, 64, 64, 32, 1)),
-    (1 << 62, Tile(64, 128, 128, 32, 1, stages=2)),
+    (12, Tile(64, 16, 16, 16)),
+    (24, Tile(64, 32, 32, 32)),
+    (64, Tile(64, 64, 64, 32)),
+    (1 << 62, Tile(64, 128, 128, 32, stages=2)),
 )
-SLIM_TILES = TILES[:1] + ((1 << 62, Tile(64, 32, 32, 16, 1)),)  # elsewhere than on Hopper wider ones run out of registers
+SLIM_TILES = TILES[:1] + ((1 << 62, Tile(64, 32, 32, 16)),)  # elsewhere than on Hopper wider ones run out of registers
 
 
 def supported(weight: EncodedWeight) -> bool:
@@ -70,7 +69,7 @@ def block_of(weight: EncodedWeight) -> int:
 
 def _shape(weight: EncodedWeight) -> dict:
     return {
-        "E": weight.offset.shape[0], "OUT": weight.offset.shape[1], "IN": weight.in_features,
+        "OUT": weight.offset.shape[1], "IN": weight.in_features,
         "GROUPS": groups_of(weight.in_features, weight.group_size),
         "GROUP": group_width(weight.in_features, weight.group_size),
         "C": len(weight.planes), "TIED": weight.unit is not None,
@@ -115,8 +114,9 @@ def decode_up(
     up_kernel[(tokens * active, triton.cdiv(out.shape[-1], per_program))](
         x, ids, chunks, given.gates, given.residuals, given.budget, given.k_max, *_tensors(weight, bias), out,
         x.stride(0), slot, *_pairs(ids, chunks, given.gates), *strides, each,
-        A=active, **_shape(weight), BIAS=bias is not None, ACT=act, GATED=act != "" and is_gated(act), BLOCK=block,
-        UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))), ROWS=per_program,
+        A=active, E=weight.offset.shape[0], **_shape(weight), BIAS=bias is not None, ACT=act,
+        GATED=act != "" and is_gated(act), BLOCK=block, ROWS=per_program,
+        UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))),
         ALLOCATE=allocation is not None, K_MIN=given.k_min, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
     )  # fmt: skip
 
@@ -131,8 +131,8 @@ def decode_down(
     at_once, warps = (32, 8) if tokens <= 2 else (16, 4)  # few programs: more of a row in each
     down_kernel[(tokens, triton.cdiv(out.shape[1], per_program))](
         hidden, ids, chunks, gates, *_tensors(weight, bias), out, *_pairs(ids, chunks, gates),
-        A=active, **_shape(weight), BIAS=bias is not None, BLOCK=block, UNITS=min(at_once, triton.next_power_of_2(units)),
-        ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
+        A=active, E=weight.offset.shape[0], **_shape(weight), BIAS=bias is not None, BLOCK=block,
+        UNITS=min(at_once, triton.next_power_of_2(units)), ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
     )  # fmt: skip
 
 
@@ -168,20 +168,14 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     return Sorted(order, levels, tiles, peaks, tile)
 
 
-def span_of(weight: EncodedWeight, most: int) -> int:
-    """Neighbouring words that one thread of the prefill kernel takes: `most`, 2 or 1, within a group and without a rest."""
-    words, group = weight.in_features // WORD, group_width(weight.in_features, weight.group_size) // WORD
-    return next(span for span in (most, 2, 1) if span == 1 or (group % span == 0 and words % (4 * span) == 0))
-
-
-def prepare_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Rows for the prefill kernel, fp16 [R, width in whole stretches of 128 * span], and a factor for each, fp32 [R]."""
+def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows for the prefill kernel, fp16 [R, width in whole stretches of 128], and a factor for each, fp32 [R]."""
     rows, width = x.shape
-    stretches = triton.cdiv(width, 128 * span)
-    ready = torch.empty(rows, stretches * span * 128, dtype=torch.float16, device=x.device)
+    stretches = triton.cdiv(width, 128)
+    ready = torch.empty(rows, stretches * 128, dtype=torch.float16, device=x.device)
     factor = torch.empty(rows, dtype=torch.float32, device=x.device)
     prepare_kernel[(rows,)](
-        x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=triton.next_power_of_2(stretches), SPAN=span
+        x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=triton.next_power_of_2(stretches)
     )
     return ready, factor
 
@@ -196,14 +190,13 @@ def prefill_product(
     source: pairs that share a row of x, 0 where x is in sorted order. one_k: no expert has pairs with different k.
     """
     tile, gated = by.tile, act != "" and is_gated(act)
-    span = span_of(weight, tile.span)
-    ready, factor = prepare_rows(x, span)
+    ready, factor = prepare_rows(x)
     grid = (triton.cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
     for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed))[: 1 if one_k else 2]:
         prefill_kernel[grid](
             ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *_tensors(weight, bias), out,
             **_shape(weight), BIAS=bias is not None, ACT=act, GATED=gated, SOURCE=source, TARGET=second, BM=tile.rows,
-            BN=pairs, SUB=part, MIXED=mixed, NW=tile.warps, SPAN=span, ASM=x.is_cuda, num_warps=tile.warps,
+            BN=pairs, SUB=part, MIXED=mixed, NW=tile.warps, ASM=x.is_cuda, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
 

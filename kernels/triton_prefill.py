@@ -2,9 +2,9 @@
 
 Pairs are sorted by expert and k (`triton_sort`); a tile is up to BN of them for one expert, and BM of its rows. A thread
 unpacks just the weights that it holds as matrix-unit operand, so that nothing passes through shared memory: of a stretch of
-4 SPAN words, lane l of every four takes words SPAN l to SPAN l + SPAN - 1, all in one group, and x is reordered to match
-(`triton_sort.prepare_kernel`). A weight is offset - sum of scales + sum of 2 * scale * bit, held as fp16 times a power of two
-per expert (`triton_sort`) and 2^(place - 11).
+128 inputs, lane l of every four takes word l, and x is reordered to match (`triton_sort.prepare_kernel`). A weight is
+offset - sum of scales + sum of 2 * scale * bit, held as fp16 times a power of two per expert (`triton_sort`) and
+2^(place - 11).
 """
 
 import triton
@@ -38,12 +38,12 @@ def _fragment(p, R1: tl.constexpr, NW: tl.constexpr):
 @triton.jit
 def _read_scales(scales, offset, group, most, TIED: tl.constexpr, C: tl.constexpr):
     """Offset and scales of one stretch as they are stored, each [N]; tied: one scale."""
-    raw = (tl.load(offset + group),)
+    raw, every = (tl.load(offset + group),), tl.zeros_like(group) + most
     if TIED:
         raw = raw + (tl.load(scales[0] + group),)
     else:
         for c in tl.static_range(C):
-            raw = raw + (tl.load(scales[c] + group, mask=c < most, other=0.0),)
+            raw = raw + (tl.load(scales[c] + group, mask=c < every, other=0.0),)
     return raw
 
 
@@ -96,24 +96,12 @@ def _add_plane(parts, words, scale, ASM: tl.constexpr):
 
 
 @triton.jit
-def _read_words(planes, line, u, lane, most, WORDS: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr):
-    """This thread's words of every plane in stretch u: int32 [N] for each plane and word."""
-    words = ()
+def _read_words(planes, line, u, lane, most, WORDS: tl.constexpr, C: tl.constexpr):
+    """This thread's word of every plane in stretch u, int32 [N] each."""
+    words, word, every = (), u * 4 + lane, tl.zeros_like(lane) + most
+    at = tl.max_contiguous(line * WORDS + word, [1])  # a thread takes one word, as the matrix unit wants it
     for c in tl.static_range(C):
-        if SPAN == 1:
-            word = u * 4 + lane
-            at = tl.max_contiguous(line * WORDS + word, [1])  # a thread takes one word, as the matrix unit wants it
-            words = words + ((tl.load(planes[c] + at, mask=(word < WORDS) & (c < most), other=0),),)
-        else:
-            word = (u * 4 + lane)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-            loaded = tl.load(planes[c] + (line * WORDS)[:, None] + word, mask=(word < WORDS) & (c < most), other=0)
-            if SPAN == 2:
-                words = words + (tl.split(loaded),)
-            else:
-                even, odd = tl.split(loaded.reshape(loaded.shape[0], 2, 2))
-                w0, w2 = tl.split(even)
-                w1, w3 = tl.split(odd)
-                words = words + ((w0, w1, w2, w3),)
+        words = words + (tl.load(planes[c] + at, mask=(word < WORDS) & (c < every), other=0),)
     return words
 
 
@@ -145,17 +133,17 @@ def _sources(order, first, end, SOURCE: tl.constexpr, SUB: tl.constexpr, PARTS: 
 def _uniform(
     x, planes, scales, offset, unit, power, line, lane, sources, first, end, most,
     WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr,
-    BM: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, NW: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile whose pairs read equally many planes: fp32 [BM, SUB] for each part."""
-    LAST: tl.constexpr = WORDS // SPAN - 1
-    STRETCHES: tl.constexpr = (WORDS + 4 * SPAN - 1) // (4 * SPAN)
+    LAST: tl.constexpr = WORDS - 1
+    STRETCHES: tl.constexpr = (WORDS + 3) // 4
     accs = ()
     for j in tl.static_range(PARTS):
         accs = accs + (tl.zeros((BM, SUB), tl.float32),)
-    raw = _read_scales(scales, offset, line * GROUPS + tl.minimum(lane, LAST) * (32 * SPAN) // GROUP, most, TIED, C)
+    raw = _read_scales(scales, offset, line * GROUPS + tl.minimum(lane, LAST) * 32 // GROUP, most, TIED, C)
     for u in range(STRETCHES):
-        words = _read_words(planes, line, u, lane, most, WORDS, SPAN, C)
+        words = _read_words(planes, line, u, lane, most, WORDS, C)
         base, tied = _offset(raw, unit, power, TIED)
         betas = ()
         for c in tl.static_range(C):
@@ -166,19 +154,17 @@ def _uniform(
                 base -= scale
             betas = betas + (beta,)
         ahead = tl.minimum((u + 1) * 4 + lane, LAST)
-        raw = _read_scales(scales, offset, line * GROUPS + ahead * (32 * SPAN) // GROUP, most, TIED, C)
-        beginning = _start(tl.where(u * 4 + lane <= LAST, base, 0.0), ASM)
-        for v in tl.static_range(SPAN):
-            xs = _read_x(x, sources, u * SPAN + v, first, end, SUB, PARTS, STRETCHES * SPAN)
-            parts = beginning
-            for c in tl.static_range(C):
-                if c < most:
-                    parts = _add_plane(parts, words[c][v], betas[c], ASM)
-            weight = _fragment(parts, BM // (16 * NW), NW)
-            new = ()
-            for j in tl.static_range(PARTS):
-                new = new + (tl.dot(weight, xs[j], accs[j]),)
-            accs = new
+        raw = _read_scales(scales, offset, line * GROUPS + ahead * 32 // GROUP, most, TIED, C)
+        parts = _start(tl.where(u * 4 + lane <= LAST, base, 0.0), ASM)
+        xs = _read_x(x, sources, u, first, end, SUB, PARTS, STRETCHES)
+        for c in tl.static_range(C):
+            if c < most:
+                parts = _add_plane(parts, words[c], betas[c], ASM)
+        weight = _fragment(parts, BM // (16 * NW), NW)
+        new = ()
+        for j in tl.static_range(PARTS):
+            new = new + (tl.dot(weight, xs[j], accs[j]),)
+        accs = new
     return accs
 
 
@@ -186,34 +172,33 @@ def _uniform(
 def _mixed(
     x, planes, scales, offset, unit, power, line, lane, sources, counts, first, end, most, present,
     WORDS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr,
-    BM: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile with several k: unpacked once, plane by plane, and multiplied wherever some pair stops: fp32 [BM, MIXED]."""
-    LAST: tl.constexpr = WORDS // SPAN - 1
-    STRETCHES: tl.constexpr = (WORDS + 4 * SPAN - 1) // (4 * SPAN)
+    LAST: tl.constexpr = WORDS - 1
+    STRETCHES: tl.constexpr = (WORDS + 3) // 4
     acc = tl.zeros((BM, MIXED), tl.float32)
     for u in range(STRETCHES):
-        words = _read_words(planes, line, u, lane, most, WORDS, SPAN, C)
+        words = _read_words(planes, line, u, lane, most, WORDS, C)
         here = tl.minimum(u * 4 + lane, LAST)
-        raw = _read_scales(scales, offset, line * GROUPS + here * (32 * SPAN) // GROUP, most, TIED, C)
+        raw = _read_scales(scales, offset, line * GROUPS + here * 32 // GROUP, most, TIED, C)
         zero, tied = _offset(raw, unit, power, TIED)
         inside = u * 4 + lane <= LAST
-        for v in tl.static_range(SPAN):
-            xs = _read_x(x, sources, u * SPAN + v, first, end, MIXED, 1, STRETCHES * SPAN)
-            base = tl.where(inside, zero, 0.0)
-            parts = (line * 0,) * 16
-            for c in tl.static_range(C):
-                if c < most:
-                    scale = _scale(raw, tied, power, c, TIED)
-                    parts = _add_plane(parts, words[c][v], twice(scale * (2.0**14), ASM), ASM)
-                    base -= tl.where(inside, scale, 0.0)
-                    if (present & (2 << c)) != 0:
-                        beginning = _start(base, ASM)
-                        whole = ()
-                        for s in tl.static_range(16):
-                            whole = whole + (add_pairs(parts[s], beginning[s], ASM),)
-                        product = tl.dot(_fragment(whole, BM // (16 * NW), NW), xs[0])
-                        acc += tl.where((counts == c + 1)[None, :], product, 0.0)
+        xs = _read_x(x, sources, u, first, end, MIXED, 1, STRETCHES)
+        base = tl.where(inside, zero, 0.0)
+        parts = (line * 0,) * 16
+        for c in tl.static_range(C):
+            if c < most:
+                scale = _scale(raw, tied, power, c, TIED)
+                parts = _add_plane(parts, words[c], twice(scale * (2.0**14), ASM), ASM)
+                base -= tl.where(inside, scale, 0.0)
+                if (present & (2 << c)) != 0:
+                    beginning = _start(base, ASM)
+                    whole = ()
+                    for s in tl.static_range(16):
+                        whole = whole + (add_pairs(parts[s], beginning[s], ASM),)
+                    product = tl.dot(_fragment(whole, BM // (16 * NW), NW), xs[0])
+                    acc += tl.where((counts == c + 1)[None, :], product, 0.0)
     return acc
 
 
@@ -284,10 +269,9 @@ def _of_expert(
 @triton.jit
 def prefill_kernel(
     x, factor, order, levels, tiles, peaks, planes, scales, offset, unit, bias, out,
-    E: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
-    TIED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SOURCE: tl.constexpr,
-    TARGET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
-    SPAN: tl.constexpr, ASM: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, TIED: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile: out[row of the pair] = act(W_k x + bias).
 
@@ -310,13 +294,13 @@ def prefill_kernel(
         counts = tl.load(levels + first + tl.arange(0, BN), mask=first + tl.arange(0, BN) < end, other=0)
         acc = _mixed(
             x, own_planes, own_scales, own_offset, tied_unit, power, line, lane, sources, counts, first, end, most, present,
-            WORDS, GROUPS, GROUP, C, TIED, BM, BN, NW, SPAN, ASM,
+            WORDS, GROUPS, GROUP, C, TIED, BM, BN, NW, ASM,
         )  # fmt: skip
         accs = (acc,)
     else:
         accs = _uniform(
             x, own_planes, own_scales, own_offset, tied_unit, power, line, lane, sources, first, end, most,
-            WORDS, GROUPS, GROUP, C, TIED, BM, SUB, BN // SUB, NW, SPAN, ASM,
+            WORDS, GROUPS, GROUP, C, TIED, BM, SUB, BN // SUB, NW, ASM,
         )  # fmt: skip
     _store(
         accs, 1.0 / power, factor, order, sources, bias, out, block, expert, first, end,

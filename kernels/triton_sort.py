@@ -122,21 +122,19 @@ def _write_tiles(tiles, own, most_tiles, E_PAD: tl.constexpr, BN: tl.constexpr, 
 
 
 @triton.jit
-def prepare_kernel(
-    x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.constexpr, STRETCHES_PAD: tl.constexpr, SPAN: tl.constexpr
-):  # fmt: skip
-    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [rows, 128 SPAN STRETCHES].
+def prepare_kernel(x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.constexpr, STRETCHES_PAD: tl.constexpr):
+    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [rows, 128 STRETCHES].
 
-    Input 32 SPAN l + 32 v + 16 h + s of a stretch goes to place 128 v + 8 s + 2 l + h and carries 2^(19 - place of bit s).
+    Input 32 l + 16 h + s of a stretch goes to place 8 s + 2 l + h and carries 2^(19 - place of bit s).
     Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [rows] takes back.
     """
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, STRETCHES_PAD * SPAN * 128)
+    at = tl.arange(0, STRETCHES_PAD * 128)
     value = tl.load(x + row * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
     power, inverse = unit_power(tl.max(tl.abs(value), 0))
     scaled = (value * inverse * place_power(at % 16, 19)).to(tl.float16)
-    moved = scaled.reshape(STRETCHES_PAD, 4, SPAN, 2, 16).permute(0, 2, 4, 1, 3).reshape(STRETCHES_PAD * SPAN * 128)
-    tl.store(ready + row * (STRETCHES * SPAN * 128) + at, moved, mask=at < STRETCHES * SPAN * 128)
+    moved = scaled.reshape(STRETCHES_PAD, 4, 2, 16).permute(0, 3, 1, 2).reshape(STRETCHES_PAD * 128)
+    tl.store(ready + row * (STRETCHES * 128) + at, moved, mask=at < STRETCHES * 128)
     tl.store(factor + row, power * 2.0**-7)
 
 
@@ -153,6 +151,6 @@ def combine_kernel(
         k = tl.load(chunks + token * chunks_token + slot * chunks_slot)
         held = (expert >= 0) & (expert < E) & (k > 0)
         gate = tl.load(gates + token * gates_token + slot * gates_slot).to(tl.float32)
-        value = tl.load(rows + (token * A + slot) * WIDTH + at, mask=held & (at < WIDTH), other=0.0).to(tl.float32)
+        value = tl.load(rows + (token * A + slot) * WIDTH + at, mask=at < tl.where(held, WIDTH, 0), other=0.0).to(tl.float32)
         total += tl.where(held, gate * value, 0.0)
     tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)

@@ -81,9 +81,9 @@ def prefill(card):
         for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
             cut = {
                 "SOURCE": ACTIVE, "TARGET": False, "BM": tile.rows, "BN": pairs, "SUB": part, "MIXED": mixed,
-                "NW": tile.warps, "SPAN": tile.span,
+                "NW": tile.warps,
             }  # fmt: skip
-            name = f"prefill {pairs} of {part}, {tile.span} words, {'mixed' if mixed else 'uniform'}"
+            name = f"prefill {pairs} of {part}, {'mixed' if mixed else 'uniform'}"
             if name not in found:
                 found[name] = compile_for(
                     card, triton_prefill.prefill_kernel, UP | cut, {"x": "*fp16"}, num_warps=tile.warps, num_stages=tile.stages
@@ -99,7 +99,7 @@ def around(card):
         "count": compile_for(card, triton_sort.count_kernel, keys),
         "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64}, num_warps=8),
         "prepare": compile_for(
-            card, triton_sort.prepare_kernel, {"IN": HIDDEN, "STRETCHES": 4, "STRETCHES_PAD": 4, "SPAN": 4}
+            card, triton_sort.prepare_kernel, {"IN": HIDDEN, "STRETCHES": 4, "STRETCHES_PAD": 4}
         ),
         "combine": compile_for(
             card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}

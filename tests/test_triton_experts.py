@@ -220,8 +220,3 @@ def test_rows_need_not_be_contiguous(random_pairs, layer):
 def test_what_is_supported(random_encoded):
     assert te.supported(random_encoded(2, 8, 96, 32)) and te.supported(random_encoded(2, 8, 96, 96))
     assert not te.supported(random_encoded(2, 8, 40, 8)) and not te.supported(random_encoded(2, 8, 96, 48))
-    assert [te.span_of(random_encoded(1, 1, width, group), 4) for width, group in ((512, 128), (768, 128), (160, 32))] == [
-        4,
-        2,
-        1,
-    ]
