@@ -249,24 +249,55 @@ def bits_per_weight(model: nn.Module, planes: float) -> float:
 
 
 def stats(model: nn.Module, reset: bool = False) -> dict:
-    """Planes spent since the last reset: {"mean_planes", "pairs", "histogram": {k: pairs}, "sites": {path: mean}}."""
+    """What was spent since the last reset, over all sites and by site; counted on the device, read only here.
+
+    mean_planes: planes per (token, expert) pair that was computed, None before the first; pairs; tokens; histogram: pairs by
+    number of planes; share_at_k_max: share of the pairs that read as many planes as the model may read; bytes_per_token:
+    bytes of expert weights, scales included, that one token on its own reads in all layers (tokens of a batch that select
+    the same expert share them); sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if the
+    model is not transformed.
+    """
     held = _held(model)
     counts = {path: experts.spent.tolist() for path, experts in held.items()}
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
+    tokens = {path: sum(counts[path]) // experts.site.top_k for path, experts in held.items()}  # choices left out count as 0
+    at_k_max = sum(counts[path][int(experts.k_max)] for path, experts in held.items())
+    read = {path: _bytes_read(experts, counts[path]) for path, experts in held.items()}
     if reset:
         for experts in held.values():
             experts.spent.zero_()
+    pairs = sum(total[1:])
     return {
         "mean_planes": _mean_planes(total),
-        "pairs": sum(total[1:]),
-        "histogram": {k: count for k, count in enumerate(total) if k and count},
-        "sites": {path: _mean_planes(own) for path, own in counts.items()},
+        "pairs": pairs,
+        "tokens": max(tokens.values()),
+        "histogram": _histogram(total),
+        "share_at_k_max": at_k_max / pairs if pairs else None,
+        "bytes_per_token": sum(read.values()) / max(tokens.values()) if pairs else None,
+        "sites": {
+            path: {
+                "mean_planes": _mean_planes(own),
+                "bytes_per_token": read[path] / tokens[path] if sum(own[1:]) else None,
+                "histogram": _histogram(own),
+            }
+            for path, own in counts.items()
+        },
     }
 
 
-def _mean_planes(histogram: list[int]) -> float | None:
-    pairs = sum(histogram[1:])
-    return sum(k * count for k, count in enumerate(histogram)) / pairs if pairs else None
+def _mean_planes(counts: list[int]) -> float | None:
+    pairs = sum(counts[1:])
+    return sum(k * count for k, count in enumerate(counts)) / pairs if pairs else None
+
+
+def _histogram(counts: list[int]) -> dict[int, int]:
+    return {k: count for k, count in enumerate(counts) if k and count}
+
+
+def _bytes_read(experts: EncodedExperts, counts: list[int]) -> float:
+    """Bytes that pairs read, one on its own, by their number of planes."""
+    plane, fixed = experts.bytes_per_plane()
+    return sum(count * (k * plane + fixed) for k, count in enumerate(counts) if k) / experts.site.experts
 
 
 def revert(model: nn.Module) -> nn.Module:

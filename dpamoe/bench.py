@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpamoe import measure, synthetic
+from dpamoe import measure, synthetic, tables
 from dpamoe.kernels import paths
 from dpamoe.kernels.reference import ACTIVATIONS
 from dpamoe.modules import EncodedExperts, layer_shape
@@ -191,6 +191,6 @@ def table(outcome: dict) -> str:
         ]  # fmt: skip
         lines += [
             f"{shape['path']} ({shape['shape']}), {shape['layers']} layers in turn, per layer:",
-            measure.table(head, rows),
+            tables.aligned(head, rows),
         ]
     return "\n".join(lines)

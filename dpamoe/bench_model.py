@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from dpamoe import api, measure, synthetic
+from dpamoe import api, measure, synthetic, tables
 from dpamoe.bench import BASELINES, GATHERS, check_baselines, gathered_bytes
 from dpamoe.passes.backend import compile_backend
 from dpamoe.progress import track
@@ -61,7 +61,7 @@ def _job(
     encoded = name == OURS
     model = synthetic.encoded_model(config, sites, spec, device) if encoded else synthetic.plain_model(config, device, name)
     held = {"weight_bytes": measure.held_bytes(model), "memory_bytes": _allocated(device)}
-    timer = Timer(model, _step(model, encoded, device), device)
+    timer = Timer(model, decoding_step(model, encoded, device), device)
     rows = []
     with torch.no_grad():
         for budget in budgets if encoded else [None]:
@@ -80,7 +80,7 @@ def _first_token(timer: "Timer", name: str, sites: list[Site], count: int) -> fl
     return timer.first_token_ms(count)
 
 
-def _step(model: nn.Module, encoded: bool, device: torch.device) -> Callable:
+def decoding_step(model: nn.Module, encoded: bool, device: torch.device) -> Callable:
     """One decoding step, as CUDA graph where there is CUDA."""
     if device.type != "cuda":
         return model.forward
@@ -91,7 +91,7 @@ def _step(model: nn.Module, encoded: bool, device: torch.device) -> Callable:
 
 
 class Timer:
-    """Runs one model at batch 1: prompts of random tokens, then greedy steps, each length with its own static cache."""
+    """Runs one model at batch 1: a prompt, then greedy steps, each length with its own static cache."""
 
     def __init__(self, model: nn.Module, step: Callable, device: torch.device):
         self.model, self.step, self.device = model, step, device
@@ -101,15 +101,20 @@ class Timer:
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.cache_name = "cache" if "cache" in accepted else "past_key_values"  # its older name
 
+    def prompt(self, count: int) -> Tensor:
+        """A prompt of random tokens, int64 [1, count]."""
+        return torch.randint(self.vocabulary, (1, count), generator=torch.Generator().manual_seed(count)).to(self.device)
+
     def first_token_ms(self, count: int) -> float:
         """Median time from a prompt of `count` tokens to the next token, ms."""
-        self.prefill(count, count)
-        return 1e3 * median(measure.seconds(lambda: self.prefill(count, count), self.device) for _ in range(REPEATS))
+        ids = self.prompt(count)
+        self.prefill(ids, count)
+        return 1e3 * median(measure.seconds(lambda: self.prefill(ids, count), self.device) for _ in range(REPEATS))
 
     def tokens_per_second(self, count: int, new_tokens: int) -> float:
         """Median speed of decoding behind a prompt of `count` tokens."""
         warm = WARM_STEPS["cuda" if self.device.type == "cuda" else "cpu"]
-        token = self.prefill(count, count + warm + REPEATS * new_tokens)
+        token = self.prefill(self.prompt(count), count + warm + REPEATS * new_tokens)
         position = torch.full((1, 1), count, device=self.device)
         cache = self.caches[count + warm + REPEATS * new_tokens]
         self.decode(token, position, cache, warm)
@@ -118,16 +123,14 @@ class Timer:
         ]  # fmt: skip
         return new_tokens / median(times)
 
-    def prefill(self, count: int, length: int) -> Tensor:
-        """Run a prompt from an empty cache of `length` places; the token that follows, [1, 1]."""
+    def prefill(self, ids: Tensor, length: int) -> Tensor:
+        """Run a prompt [1, N] from an empty cache of `length` places; the token that follows, [1, 1]."""
         from transformers import StaticCache
 
         if length in self.caches:
             self.caches[length].reset()
         else:
             self.caches[length] = StaticCache(config=self.model.config, max_cache_len=length)
-        generator = torch.Generator().manual_seed(count)
-        ids = torch.randint(self.vocabulary, (1, count), generator=generator).to(self.device)
         out = self.model(input_ids=ids, use_cache=True, **{self.cache_name: self.caches[length]}, **self.last_only)
         return out.logits[:, -1:].argmax(-1)
 
@@ -158,19 +161,15 @@ def table(outcome: dict) -> str:
     )  # fmt: skip
     rows = [
         (
-            row["model"], _cell(row["budget"], "g"), f"{row['tokens_per_second']:.1f}", f"{row['ms_per_token']:.2f}",
-            *(_cell(row["ttft_ms"][count], ".1f") for count in prompts),
-            *(_cell(row[key] and row[key] / 1e9, ".2f") for key in ("weight_bytes", "memory_bytes", "peak_bytes")),
-            *(_cell(row.get("speedup", {}).get(name), ".2f") for name in names),
+            row["model"], tables.cell(row["budget"], "g"), f"{row['tokens_per_second']:.1f}", f"{row['ms_per_token']:.2f}",
+            *(tables.cell(row["ttft_ms"][count], ".1f") for count in prompts),
+            *(tables.cell(row[key] and row[key] / 1e9, ".2f") for key in ("weight_bytes", "memory_bytes", "peak_bytes")),
+            *(tables.cell(row.get("speedup", {}).get(name), ".2f") for name in names),
         )
         for row in outcome["rows"]
     ]  # fmt: skip
     note = "compiled, CUDA graphs" if outcome["compiled"] else "not compiled"
     decoding = f"decoding of {outcome['new_tokens']} tokens behind {outcome['context']}, {note}; prompts not compiled"
     return "\n".join(
-        [measure.heading(outcome), f"{outcome['sites']} layers of experts, batch 1; {decoding}", measure.table(head, rows)]
+        [measure.heading(outcome), f"{outcome['sites']} layers of experts, batch 1; {decoding}", tables.aligned(head, rows)]
     )
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpamoe import program
+from dpamoe.files import read_json, sync, write_json
 from dpamoe.kernels.layout import EncodedWeight, groups_of
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.sites import Site
@@ -31,6 +32,7 @@ INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
 MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
+AGAIN = "copy it again from the source"
 
 
 def tensor_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -74,15 +76,15 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     index: dict[str, dict] = {"metadata": {"format": "dpamoe", "version": FORMAT_VERSION}, "weight_map": {}, "files": {}}
     for group, tensors in tensor_groups(model).items():
         _write_group(partial, group, tensors, index)
-    _write_json(partial / "config.json", config)
+    write_json(partial / "config.json", config)
     extra(partial)
-    _write_json(partial / INDEX, index)
+    write_json(partial / INDEX, index)
     (partial / MARKER).unlink()
     for file in sorted(partial.rglob("*")):
-        _sync(file)
-    _sync(partial)
+        sync(file)
+    sync(partial)
     partial.rename(out)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def check_new(out: Path) -> None:
@@ -121,18 +123,6 @@ def _write_group(folder: Path, group: str, tensors: dict[str, Tensor], index: di
         index["files"][file] = (folder / file).stat().st_size
 
 
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def quantization_config(model: nn.Module, budget: float, source: str | None) -> dict:
     """The quantization_config of a transformed model (design: Hugging Face conventions). source: a relative path or None."""
     held = encoded_experts(model)
@@ -157,17 +147,7 @@ def read_config(folder: str | Path) -> dict:
         raise ValueError(f"model folder {folder} does not exist")
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: give a model folder in Hugging Face format")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON ({error}): copy it again from the source") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: copy it again from the source")
-    return content
+    return read_json(file, AGAIN)
 
 
 def is_encoded(folder: str | Path) -> bool:
@@ -199,7 +179,7 @@ def read_index(folder: str | Path, k_max: int | None = None, without_residuals: 
     file = folder / INDEX
     if not file.is_file():
         raise ValueError(f"{folder} has no {INDEX}: the conversion is incomplete, run it again")
-    index = _read_json(file)
+    index = read_json(file, AGAIN)
     if not {"weight_map", "files"} <= index.keys():
         raise ValueError(f"{file} lacks weight_map or files: copy it again, or convert the model again")
     missing = expected_tensors(settings) - index["weight_map"].keys()
@@ -334,11 +314,9 @@ def write_residuals(folder: Path, tables: dict[str, Tensor], unreached: dict[str
     if partial.stat().st_size != index["files"][RESIDUALS]:
         partial.unlink()
         raise ValueError(f"the new residual tables do not have the shape of those in {folder}: convert the model again")
-    _sync(partial)
+    sync(partial)
     partial.rename(folder / RESIDUALS)
     config = read_config(folder)
     config["quantization_config"]["unreached"] = unreached
-    fresh = folder / "config.json.partial"
-    _write_json(fresh, config)
-    fresh.rename(folder / "config.json")
-    _sync(folder)
+    write_json(folder / "config.json", config)
+    sync(folder)

@@ -173,11 +173,3 @@ def heading(outcome: dict) -> str:
     """The facts in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())
     return f"{outcome['device']}; {versions}; {outcome['date']}; times: {outcome['times']}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned columns under a rule."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])

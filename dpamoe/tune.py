@@ -12,7 +12,7 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from dpamoe import measure, synthetic
+from dpamoe import measure, synthetic, tables
 from dpamoe.kernels import paths
 from dpamoe.modules import EncodedExperts, layer_shape
 from dpamoe.progress import track
@@ -152,7 +152,7 @@ def table(outcome: dict) -> str:
         start, uniform = shape["prefill_from"], shape["uniform_from"]
         lines += [
             f"{shape['path']} ({shape['shape']}), budget {outcome['budget']:g}, {shape['layers']} layers in turn, per layer:",
-            measure.table(head, rows),
+            tables.aligned(head, rows),
             "decode is faster at every measured batch" if start is None else f"prefill is faster from {start} tokens on",
             "Uniform-k does not pay at any measured batch"
             if uniform is None

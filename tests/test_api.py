@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import pickle
 import weakref
 
@@ -358,8 +359,51 @@ def test_budget_is_spent_and_counted(transformed, random_ids):
         assert stats["mean_planes"] == per_token / 2 and stats["pairs"] == 2 * 2 * 24 * 2
         assert sum(k * count for k, count in stats["histogram"].items()) == 2 * 2 * 24 * per_token
         assert sum(stats["histogram"].values()) == stats["pairs"] and all(2 <= k <= 8 for k in stats["histogram"])
-        assert stats["sites"] == dict.fromkeys(encoded_experts(model), per_token / 2)
+        assert {path: own["mean_planes"] for path, own in stats["sites"].items()} == dict.fromkeys(
+            encoded_experts(model), per_token / 2
+        )
     assert dpamoe.stats(model)["pairs"] == 0
+
+
+def test_statistics_by_hand(transformed, random_ids):
+    """Two sites, 8 experts of 3 * 64 * 32 weights, two chosen; a plane costs 1 + 16 / group bits, an offset 16 / group."""
+    _, model = transformed("qwen3_moe")
+    weights = 3 * 64 * 32
+    empty = dpamoe.stats(model)
+    assert empty["tokens"] == 0 and empty["share_at_k_max"] is None and empty["bytes_per_token"] is None
+    with dpamoe.budget(model, 8):
+        logits(model, random_ids(2, 24))
+        stats = dpamoe.stats(model, reset=True)
+    group = next(iter(encoded_experts(model).values())).spec.group_size
+    bits = 8 * (1 + 16 / group) + 16 / group
+    assert (stats["tokens"], stats["pairs"], stats["share_at_k_max"]) == (48, 2 * 48 * 2, 1.0)
+    assert stats["bytes_per_token"] == 2 * 2 * weights * bits / 8
+    for own in stats["sites"].values():
+        assert own == {"mean_planes": 8.0, "bytes_per_token": 2 * weights * bits / 8, "histogram": {8: 96}}
+    dpamoe.set_budget(model, 7.5)  # 15 planes for two experts: 8 and 7
+    logits(model, random_ids(1, 20))
+    stats = dpamoe.stats(model)
+    assert stats["bytes_per_token"] == 2 * 2 * weights * (7.5 * (1 + 16 / group) + 16 / group) / 8
+    assert stats["share_at_k_max"] == 0.5 and stats["histogram"] == {7: 40, 8: 40}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_no_token_is_ever_above_its_share(transformed, random_ids, monkeypatch, family):
+    """What a request can count on: floor(A k + .5) planes over a token's A experts, whatever its neighbours are."""
+    _, model = transformed(family)
+    seen = []
+    kept = EncodedExperts.allocate
+    monkeypatch.setattr(EncodedExperts, "allocate", lambda self, *given: (seen.append(kept(self, *given)), seen[-1])[1])
+    for budget in (2, 2.1, 2.25, 2.5, 3.75, 5, 6.3, 7.99, 8):
+        for allocation in ("dpa", "gate-linear", "gate-only", "residual-only", "uniform"):
+            dpamoe.set_spend(model, budget=budget, allocation=allocation)
+            for rows, length in ((1, 1), (3, 17)):
+                logits(model, random_ids(rows, length, seed=rows))
+            for chunks in seen:
+                assert chunks.sum(1).max() <= math.floor(chunks.shape[1] * budget + 0.5)
+                assert chunks.min() >= 2 and chunks.max() <= 8
+            assert len(seen) == 2 * len(encoded_experts(model))
+            seen.clear()
 
 
 def test_more_planes_come_closer(transformed, random_ids):

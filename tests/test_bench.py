@@ -196,7 +196,7 @@ def test_timed_steps_are_those_of_generate(folder, family):
     with torch.no_grad():
         wanted = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 6:].tolist()
         for _ in range(2):  # again from the same cache
-            token, position = timer.prefill(6, 16), torch.full((1, 1), 6)
+            token, position = timer.prefill(timer.prompt(6), 16), torch.full((1, 1), 6)
             found = [int(token)]
             for _ in range(4):
                 timer.decode(token, position, timer.caches[16], 1)

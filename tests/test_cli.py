@@ -23,11 +23,12 @@ from dpamoe.cli.main import COMMANDS, build_parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(sys.executable).with_name("dpamoe")
-ROW = [
-    "budget", "mean_planes", "bits_per_weight", "weight_bytes", "kl_uniform", "kl_dpa", "kl_gate_only", "kl_residual_only",
-    "ppl_dpa", "ppl_uniform",
-]  # fmt: skip
-OUTCOME = ["model", "sites", "experts", "full_precision", "rows"]
+OUTCOME = ["model", "sites", "experts", "tokens", "full_precision", "points"]
+
+
+def by_name(outcome, field="kl"):
+    """One field of every point, by allocation and budget."""
+    return {(point["allocation"], point["budget"]): point[field] for point in outcome["points"]}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def check_failed(outcome, *words):
     code, out, err = outcome
     assert (code, out) == (1, ""), err
     (line,) = err.splitlines()
-    assert re.match(r"dpamoe (convert|inspect|eval|generate|profile|tune|bench|demo|doctor): error: \S", line)
+    assert re.match(r"dpamoe (convert|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line)
     assert all(word in line for word in words), line
     assert "Traceback" not in line
 
@@ -208,38 +209,76 @@ def test_eval_of_an_encoded_folder_prints_the_documented_object(run, encoded, te
     )
     assert code == 0, err
     outcome = json.loads(out)
-    assert list(outcome) == OUTCOME and list(outcome["full_precision"]) == ["ppl"]
-    assert (outcome["model"], outcome["sites"], outcome["experts"]) == ("encoded", 4, 64)
-    assert [row["budget"] for row in outcome["rows"]] == [2, 2.5, 3, 8] and all(list(row) == ROW for row in outcome["rows"])
-    two, half, three, eight = outcome["rows"]
-    assert half["kl_uniform"] is None and half["ppl_uniform"] is None
-    assert two["kl_dpa"] == two["kl_uniform"] and eight["kl_dpa"] == eight["kl_uniform"]
-    assert two["kl_dpa"] > half["kl_dpa"] > three["kl_dpa"] > eight["kl_dpa"] > 0
-    assert three["kl_dpa"] < three["kl_uniform"]
-    assert eight["ppl_dpa"] == pytest.approx(outcome["full_precision"]["ppl"], rel=0.02)
-    assert re.search(r"^dpamoe: evaluate 15/15 budget 8 uniform", err, re.M)  # 4 budgets x 4, less uniform at 2.5
+    assert list(outcome) == OUTCOME
+    assert [outcome[name] for name in OUTCOME[:4]] == ["encoded", 4, 64, 599]  # the text begins with the begin token
+    kl = by_name(outcome)
+    assert list(kl) == [
+        (name, budget) for budget in (2, 2.5, 3, 8) for name in ("dpa", "gate-only", "residual-only", "uniform")
+    ]
+    assert kl["dpa", 2] == kl["uniform", 2] and kl["dpa", 8] == kl["uniform", 8]
+    assert kl["dpa", 2] > kl["dpa", 2.5] > kl["dpa", 3] > kl["dpa", 8] > 0
+    assert kl["dpa", 3] < kl["uniform", 3]
+    assert by_name(outcome, "ppl")["dpa", 8] == pytest.approx(outcome["full_precision"]["ppl"], rel=0.02)
+    assert re.search(r"^dpamoe: evaluate 16/16 budget 8 uniform \(.* s left\)", err, re.M)
 
 
 def test_eval_of_an_original_folder_equals_that_of_its_encoded_one(run, source, encoded, texts):
-    shared = ("--text", texts / "heldout.txt", "--budgets", "3", "--max-tokens", 600, "--allocations", "dpa,gate-linear")
-    code, out, err = run("eval", source, *shared, "--calibration", texts / "calibration.txt", "--json")
+    shared = ("--text", texts / "heldout.txt", "--budgets", "3", "--max-tokens", 600, "--baselines", "gate-linear", "--json")
+    code, out, err = run("eval", source, *shared, "--calibration", texts / "calibration.txt")
     assert code == 0, err
-    row, (again,) = json.loads(out)["rows"][0], json.loads(run("eval", encoded, *shared, "--json")[1])["rows"]
-    assert list(row) == [*ROW[:8], "kl_gate_linear", *ROW[8:]] and row["kl_uniform"] is None
-    assert row["weight_bytes"] == again["weight_bytes"]
+    here, there = json.loads(out), json.loads(run("eval", encoded, *shared)[1])
+    assert list(by_name(here)) == list(by_name(there)) == [("dpa", 3), ("gate-linear", 3)]
+    assert here["full_precision"] == there["full_precision"]
+    assert by_name(here, "weight_bytes") == by_name(there, "weight_bytes")
     # tables measured in fp32 here and in bf16 there
-    assert row["kl_dpa"] == pytest.approx(again["kl_dpa"], rel=0.02)
-    assert row["kl_gate_linear"] == pytest.approx(again["kl_gate_linear"], rel=0.02)
+    assert by_name(here) == pytest.approx(by_name(there), rel=0.02)
 
 
 def test_eval_for_people_with_a_picture(run, encoded, source, texts, tmp_path):
     code, out, err = run(
-        "eval", encoded, "--text", texts / "heldout.txt", "--budgets", "2,4", "--max-tokens", 300, "--seqlen", 64,
+        "eval", encoded, "--text", texts / "heldout.txt", "--budgets", "2,4.5", "--max-tokens", 300, "--seqlen", 64,
         "--reference", source, "--picture", tmp_path / "kl.png",
     )  # fmt: skip
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()] == ["budget", "-" * len(out.splitlines()[1]), "2", "4", "full"]
+    firsts = [line.split()[0] for line in out.splitlines()]
+    assert firsts == ["budget", "-" * len(out.splitlines()[1]), "2", "4.5", "*:", "full"]
     assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG") and "kl.png" in err
+
+
+def test_eval_goes_on_where_it_stopped(run, encoded, texts, tmp_path, monkeypatch):
+    """Ctrl-C at the third point: exit 130, two points kept; the next run computes the others and nothing twice."""
+    from dpamoe import evaluate, score
+
+    arguments = (
+        "eval", encoded, "--text", texts / "heldout.txt", "--budgets", "2,3", "--max-tokens", 300, "--seqlen", 64,
+        "--baselines", "uniform", "--output-dir", tmp_path / "out", "--json",
+    )  # fmt: skip
+    compare, compared = score.ReferenceLogits.compare, []
+
+    def interrupted(self, model):
+        if len(compared) == 2:
+            raise KeyboardInterrupt
+        compared.append(model)
+        return compare(self, model)
+
+    monkeypatch.setattr(score.ReferenceLogits, "compare", interrupted)
+    code, out, err = run(*arguments)
+    assert (code, out) == (130, "")
+    names = {file.name for file in (tmp_path / "out" / "points").iterdir()}
+    assert names == {"dpa-2.json", "uniform-2.json"} and (tmp_path / "out" / "reference.logits").exists()
+    before = {name: (tmp_path / "out" / "points" / name).read_bytes() for name in names}
+    monkeypatch.setattr(score.ReferenceLogits, "compare", lambda self, model: (compared.append(model), compare(self, model))[1])
+    monkeypatch.setattr(evaluate.Scorer, "full_precision", None)  # known already
+    code, out, err = run(*arguments)
+    assert code == 0 and len(compared) == 4, err
+    assert before == {name: (tmp_path / "out" / "points" / name).read_bytes() for name in names}
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "full_precision.json", "points", "residuals.json", "results.json", "settings.json",
+    ]  # fmt: skip
+    monkeypatch.setattr(storage, "load", None)  # nothing is left to do, so nothing is loaded
+    monkeypatch.setattr(storage, "load_original", None)
+    assert run(*arguments)[:2] == (0, out) and json.loads(out) == json.loads((tmp_path / "out" / "results.json").read_text())
+    check_failed(run(*arguments, "--max-tokens", 290), "results with text", "another --output-dir")
 
 
 def test_generate(run, encoded, source):
@@ -304,15 +343,15 @@ def test_demo_prints_what_eval_prints(run, tmp_path, monkeypatch):
     assert code == 0, err
     outcome = json.loads(out)
     assert list(outcome) == OUTCOME and (outcome["sites"], outcome["experts"]) == (4, 64)
-    assert [row["budget"] for row in outcome["rows"]] == [2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
-    assert all(list(row) == ROW for row in outcome["rows"])
+    budgets = [2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
+    assert list(by_name(outcome)) == [(name, budget) for budget in budgets for name in ("dpa", "uniform")]
     assert (tmp_path / "dpamoe-demo.png").read_bytes().startswith(b"\x89PNG") and files(tmp_path) == [Path("dpamoe-demo.png")]
 
 
 def test_demo_for_people(run, tmp_path, monkeypatch):
-    from dpamoe import evaluate
+    from dpamoe.cli import demo
 
-    monkeypatch.setattr(evaluate, "BUDGETS", (2.0, 4.0))
+    monkeypatch.setattr(demo, "BUDGETS", (2.0, 4.0))
     code, out, err = run("demo", "--max-tokens", 100, "--picture", tmp_path / "picture.png")
     assert code == 0, err
     lines = out.splitlines()
@@ -358,7 +397,21 @@ BAD_INPUT = {
     "eval an empty text": (["eval", "{encoded}", "--text", "{texts}/empty.txt"], ["empty.txt is empty"]),
     "eval a blank text": (["eval", "{source}", "--text", "{texts}/blank.txt"], ["blank.txt is empty"]),
     "eval a missing text": (["eval", "{encoded}", "--text", "{texts}/none.txt"], ["none.txt does not exist"]),
-    "eval one token": (["eval", "{encoded}", "--text", "{text}", "--max-tokens", "1"], ["at least 2"]),
+    "eval fewer tokens than a window": (
+        ["eval", "{encoded}", "--text", "{text}", "--max-tokens", "100"], ["100 tokens, fewer than one window of 512"],
+    ),
+    "eval windows of one token": (["eval", "{encoded}", "--text", "{text}", "--seqlen", "1"], ["windows of 1 tokens"]),
+    "eval nothing": (["eval", "{encoded}"], ["nothing to measure", "--text FILE", "--tasks"]),
+    "eval into a folder of something else": (
+        ["eval", "{encoded}", "--text", "{text}", "--output-dir", "{texts}"], ["no folder of an evaluation"],
+    ),
+    "eval into no folder": (["eval", "{encoded}", "--text", "{text}", "--output-dir", "{no}/a"], ["does not exist"]),
+    "eval an unknown task": (
+        ["eval", "{encoded}", "--tasks", "nonsense", "--include-path", "{texts}"], ["holds no *.yaml file"],
+    ),
+    "eval tasks of a missing folder": (
+        ["eval", "{encoded}", "--tasks", "a", "--include-path", "{no}"], ["nowhere", "does not exist"],
+    ),
     "convert with an empty text": (
         ["convert", "{source}", "--output-dir", "{out}", "--calibration", "{texts}/empty.txt"], ["empty.txt is empty"],
     ),
@@ -369,7 +422,7 @@ BAD_INPUT = {
     "profile what is not encoded": (["profile", "{source}", "--calibration", "{text}"], ["is not a dpamoe checkpoint"]),
     "a budget for what is not encoded": (["generate", "{source}", "--prompt", "a", "--budget", "3"], ["is not encoded"]),
     "an allocation that is none": (
-        ["eval", "{encoded}", "--text", "{text}", "--allocations", "dpa,best"], ["allocations best are unknown", "gate-only"],
+        ["eval", "{encoded}", "--text", "{text}", "--baselines", "uniform,best"], ["best", "gate-only", "q4_k_m"],
     ),
     "calibration for what is encoded": (
         ["eval", "{encoded}", "--text", "{text}", "--calibration", "{text}"], ["dpamoe profile"],
@@ -501,7 +554,8 @@ def test_an_original_under_other_names_is_refused(run, damaged, tmp_path):
         ([], "COMMAND"),
         (["frobnicate"], "invalid choice"),
         (["convert", "a"], "--output-dir"),
-        (["eval", "a"], "--text"),
+        (["eval"], "model"),
+        (["eval", "a", "--baselines", "uniform,,dpa"], "not a list of names"),
         (["eval", "a", "--text", "b", "--budgets", "2,x"], "not a list of numbers"),
         (["eval", "a", "--text", "b", "--max-tokens", "0"], "not a whole number above 0"),
         (["eval", "a", "--text", "b", "--seqlen", "-5"], "expected one argument|not a whole number above 0"),
@@ -528,8 +582,8 @@ def test_wrong_usage_ends_with_2(run, arguments, words):
 
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
-    assert code == 0 and all(f"\n    {command.NAME} " in out for command in COMMANDS)
-    names = ["demo", "convert", "profile", "inspect", "eval", "generate", "tune", "bench", "doctor"]
+    assert code == 0 and all(re.search(rf"^    {command.NAME}\b", out, re.M) for command in COMMANDS)
+    names = ["demo", "convert", "profile", "inspect", "eval", "plot", "reproduce", "generate", "tune", "bench", "doctor"]
     assert [command.NAME for command in COMMANDS] == names
     for command in COMMANDS:
         code, out, _ = run(command.NAME, "--help")

@@ -45,10 +45,6 @@ def test_facts_mark_times_of_a_cpu():
     assert measure.heading(facts).startswith("CPU; torch ")
 
 
-def test_table_aligns_right():
-    assert measure.table(("a", "long"), [("123", "4")]) == "  a  long\n---------\n123     4"
-
-
 @gpu
 @needs_cuda
 def test_copies_are_bound_by_memory_and_by_a_limit():

@@ -15,7 +15,7 @@ def arguments(parser) -> None:
     parser.add_argument("--tokens", type=options.counts, default=list(bench.TOKENS), help="layer: batch sizes, such as 1,8,64")
     parser.add_argument("--budget", type=options.numbers, default=[4.0], help="average planes per expert, such as 4 or 2.5,3,4")
     parser.add_argument(
-        "--baselines", type=_names, default=None,
+        "--baselines", type=options.names, default=None,
         help=f"transformers' experts beside ours, or none; default: {','.join(bench.BASELINES)}; model: {bench.BASELINES[0]}",
     )  # fmt: skip
     parser.add_argument(
@@ -24,10 +24,6 @@ def arguments(parser) -> None:
     parser.add_argument("--new-tokens", type=options.positive, default=bench_model.NEW_TOKENS, help="model: tokens decoded")
     parser.add_argument("--baselines-first", action="store_true", help="model: build and time the baselines first")
     options.device_flag(parser)
-
-
-def _names(text: str) -> list[str]:
-    return [] if text == "none" else text.split(",")
 
 
 def run(args) -> dict:

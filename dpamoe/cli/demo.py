@@ -7,19 +7,22 @@ from pathlib import Path
 import torch
 
 import dpamoe
-from dpamoe import evaluate, plot, storage, text
+from dpamoe import evaluate, plot, score, storage, tables, text
+from dpamoe.calibration import example_batch
 from dpamoe.cli import generate, options
+from dpamoe.passes import find
 
 NAME = "demo"
 HELP = "make the embedded model any-precision and show quality against size: a table, a picture, generated text"
 PROMPT = "The database engine"
+BUDGETS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0)
 
 logger = logging.getLogger("dpamoe")
 
 
 def arguments(parser) -> None:
     """Flags of this command."""
-    parser.add_argument("--picture", type=Path, default=Path("dpamoe-demo.png"), help="where the picture goes (PNG)")
+    parser.add_argument("--picture", type=Path, default=Path("dpamoe-demo.png"), help="where the picture goes (.png or .svg)")
     parser.add_argument("--max-tokens", type=options.positive, default=6000, help="held-out tokens that are scored")
 
 
@@ -32,17 +35,20 @@ def run(args) -> dict:
 
 def _run(args, assets: Path) -> dict:
     model = storage.load_original(assets / "tiny")
-    element_bytes = evaluate.element_sizes(model)
+    sizes = evaluate.full_sizes(model, find.find_sites(model, *example_batch(model, None)).sites)
     evaluate.to_run(model, "cpu")
     tokenizer = text.load_tokenizer(assets / "tiny")
     ids = text.token_ids(tokenizer, text.read_text(assets / "text" / "heldout.txt"))
     windows = text.windows(ids, text.window_length(model.config), model.config.bos_token_id, args.max_tokens)
     samples = {"full precision": _sample(model, tokenizer)}
-    with evaluate.ReferenceLogits(model, windows) as reference:
+    with score.measure_reference(model, windows) as reference:
+        scorer = evaluate.Scorer(reference)
+        full = scorer.full_precision(model) | sizes
         dpamoe.transform(model, calibration=text.read_text(assets / "text" / "calibration.txt"))
         logger.info("%s", dpamoe.report(model))
-        rows = evaluate.evaluate(model, reference, evaluate.Sizes.of(model, element_bytes), evaluate.BUDGETS)
-        outcome = evaluate.result("embedded tiny Qwen3-MoE", model, reference, rows)
+        jobs = evaluate.jobs(BUDGETS, ("dpa", "uniform"))
+        points = evaluate.evaluate(model, scorer, evaluate.Sizes(sizes["other_bytes"]), jobs)
+    outcome = evaluate.result("embedded tiny Qwen3-MoE", full, points)
     for budget in (2, 4, 8):
         with dpamoe.budget(model, budget):
             samples[f"budget {budget}"] = _sample(model, tokenizer)
@@ -59,5 +65,5 @@ def show(outcome: dict) -> str:
     """The table, the name of the picture, and the texts."""
     width = max(map(len, outcome["samples"]))
     texts = [f"  {name.ljust(width)}  {written!r}" for name, written in outcome["samples"].items()]
-    parts = [evaluate.table(outcome), f"picture: {outcome['picture']}", f"greedy text after {PROMPT!r}:", *texts]
+    parts = [tables.evaluation(outcome), f"picture: {outcome['picture']}", f"greedy text after {PROMPT!r}:", *texts]
     return "\n".join(parts)

@@ -1,93 +1,88 @@
-"""`dpamoe eval`: KL to full precision and perplexity against size, DPA beside Uniform-k and the single-signal allocations."""
+"""`dpamoe eval`: KL to full precision, perplexity and task accuracy against size, DPA beside other allocations and formats."""
 
+import tempfile
 from pathlib import Path
 
-import dpamoe
-from dpamoe import checkpoint, evaluate, plot, storage, text
+from dpamoe import evaluate, frontier, plot, static, tables, tasks
+from dpamoe.api import logger
 from dpamoe.cli import options
-from dpamoe.spec import ALLOCATIONS, EncodeSpec, check_budget
+from dpamoe.evaluation_folder import open_folder
+from dpamoe.spec import ALLOCATIONS
 
 NAME = "eval"
-HELP = "score a model at several budgets: KL to full precision, perplexity, size"
+HELP = "score a model at several budgets: KL to full precision, perplexity, task accuracy, size"
 
 
 def arguments(parser) -> None:
     """Flags of this command."""
-    parser.add_argument("model", help="an original or encoded model folder")
-    parser.add_argument("--text", required=True, help="held-out UTF-8 text; blank lines separate documents")
+    wanted_flags(parser)
     parser.add_argument("--budgets", type=options.numbers, default=list(evaluate.BUDGETS), help="such as 2,2.5,3,4")
+    parser.add_argument(
+        "--baselines", type=options.names, default=list(evaluate.REPORTED[1:]),
+        help=f"beside DPA, of {','.join(name for name in ALLOCATIONS if name != 'dpa')} and {','.join(static.FORMATS)}; "
+        "none: DPA alone",
+    )  # fmt: skip
+    parser.add_argument("--kl", action="store_true", help="measure KL; with neither --kl nor --ppl both are")
+    parser.add_argument("--ppl", action="store_true", help="measure perplexity")
+    parser.add_argument(
+        "--output-dir", type=Path, help="keep every finished point here; a run that was cut short goes on where it stopped"
+    )
+    parser.add_argument("--picture", type=Path, help="also draw KL against size (.png or .svg)")
+
+
+def wanted_flags(parser) -> None:
+    """The flags that say what is measured, on what."""
+    parser.add_argument("model", help="an original or encoded model folder")
+    parser.add_argument("--text", help="held-out UTF-8 text for KL and perplexity; blank lines separate documents")
     parser.add_argument("--calibration", help="text for the residual profile of an original model")
     parser.add_argument("--max-tokens", type=options.positive, help="score only the first N tokens of the text")
     parser.add_argument("--seqlen", type=options.positive, default=512, help="tokens per window")
     parser.add_argument("--reference", help="the full-precision model; default: the original, or the recorded source")
-    parser.add_argument(
-        "--allocations", type=lambda value: value.split(","), default=list(evaluate.REPORTED),
-        help=f"which to score, of {','.join(ALLOCATIONS)}",
-    )  # fmt: skip
-    parser.add_argument("--picture", type=Path, help="also draw KL against size (PNG)")
+    parser.add_argument("--tasks", type=options.names, default=[], help="lm-eval tasks or groups, for accuracy")
+    parser.add_argument("--include-path", help="folder with task files; only its tasks are known then")
+    parser.add_argument("--limit", type=options.positive, help="items per task")
+    parser.add_argument("--batch-size", type=options.positive, default=tasks.BATCH, help="sequences at a time in tasks")
     options.encode_flags(parser)
     options.device_flag(parser)
 
 
+def wanted(args, **changes) -> frontier.Wanted:
+    """What the flags ask for."""
+    names = (
+        "model",
+        "text",
+        "calibration",
+        "max_tokens",
+        "seqlen",
+        "reference",
+        "include_path",
+        "limit",
+        "batch_size",
+        "device",
+    )
+    asked = {name: getattr(args, name) for name in names}
+    return frontier.Wanted(**asked, tasks=tuple(args.tasks), spec=options.encode_spec(args), **changes)
+
+
 def run(args) -> dict:
-    """Check all inputs before any long work, then score the reference, then every budget."""
-    unknown = set(args.allocations) - set(ALLOCATIONS)
-    if unknown:
-        raise ValueError(f"allocations {', '.join(sorted(unknown))} are unknown: use {', '.join(ALLOCATIONS)}")
-    encoded = checkpoint.is_encoded(args.model)
-    spec = _held_spec(args) if encoded else options.encode_spec(args)
-    for budget in args.budgets:
-        check_budget(budget, spec.k_min, spec.k_max)
-    if encoded and options.encode_spec(args) not in (EncodeSpec(), spec):
-        raise ValueError(f"{args.model} is encoded already, with {spec}: leave the encoding flags out")
-    if encoded and args.calibration:
-        raise ValueError(
-            f"{args.model} holds its own residual table: refresh it with `dpamoe profile`, without --calibration here"
-        )
+    """Check all inputs before any long work, then score the reference, then every point."""
     if args.picture is not None:
         plot.check_folder(args.picture)
-    calibration = None if args.calibration is None else text.read_text(args.calibration)
-    source = storage.reference_of(args.model, args.reference) if encoded else args.reference or args.model
-    checkpoint.read_config(source)
-    ids = text.token_ids(text.load_tokenizer(source), text.read_text(args.text))
-    outcome = _score(args, spec, encoded, source, ids, calibration)
+    both = not args.kl and not args.ppl
+    plan = frontier.plan(
+        wanted(args, budgets=tuple(args.budgets), baselines=tuple(args.baselines), kl=args.kl or both, ppl=args.ppl or both)
+    )
+    if args.output_dir is None:
+        with tempfile.TemporaryDirectory(prefix="dpamoe-eval-") as scratch:
+            outcome = frontier.run(plan, open_folder(Path(scratch), plan.settings))
+    else:
+        outcome = frontier.run(plan, open_folder(args.output_dir, plan.settings))
+        logger.info("results: %s; draw them with `dpamoe plot %s`", args.output_dir, args.output_dir)
     if args.picture is not None:
-        outcome_picture = plot.frontier(outcome, args.picture)
-        dpamoe.api.logger.info("picture: %s", outcome_picture)
+        logger.info("picture: %s", plot.frontier(outcome, args.picture))
     return outcome
 
 
-def _held_spec(args) -> EncodeSpec:
-    settings, _ = checkpoint.read_index(args.model)
-    return EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
-
-
-def _score(args, spec: EncodeSpec, encoded: bool, source: str, ids, calibration: str | None) -> dict:
-    model = storage.load_original(source)
-    element_bytes = evaluate.element_sizes(model)
-    evaluate.to_run(model, args.device)
-    vocabulary = model.config.get_text_config().vocab_size
-    if int(ids.max()) >= vocabulary:
-        raise ValueError(
-            f"the tokenizer of {source} gives ids up to {int(ids.max())}, its model knows {vocabulary}: give its own"
-        )
-    length = text.window_length(model.config, args.seqlen)
-    begin = getattr(model.config.get_text_config(), "bos_token_id", None)
-    with evaluate.ReferenceLogits(model, text.windows(ids, length, begin, args.max_tokens)) as reference:
-        if encoded:
-            del model
-            model = storage.load(args.model)
-            element_bytes = evaluate.element_sizes(model)
-            evaluate.to_run(model, args.device)
-        else:
-            if Path(source) != Path(args.model):
-                model = evaluate.to_run(storage.load_original(args.model), args.device)
-            dpamoe.transform(model, args.budgets[0], calibration=calibration, spec=spec)
-        sizes = evaluate.Sizes.of(model, element_bytes)
-        rows = evaluate.evaluate(model, reference, sizes, args.budgets, args.allocations)
-        return evaluate.result(Path(args.model).name, model, reference, rows)
-
-
 def show(outcome: dict) -> str:
-    """The table."""
-    return evaluate.table(outcome)
+    """The tables."""
+    return tables.evaluation(outcome)

@@ -7,9 +7,9 @@ import sys
 import warnings
 
 from dpamoe import __version__
-from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, profile, tune
+from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, plot, profile, reproduce, tune
 
-COMMANDS = (demo, convert, profile, inspect, evaluate, generate, tune, bench, doctor)
+COMMANDS = (demo, convert, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -80,6 +80,14 @@ def counts(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
+def names(text: str) -> list[str]:
+    """A comma-separated list of names without repeats, in lower or upper case as given; "none" is the empty list."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as one,two")
+    return [] if parts == ["none"] else list(dict.fromkeys(parts))
+
+
 def positive(text: str) -> int:
     """A whole number above 0."""
     if not text.isdigit() or int(text) == 0:

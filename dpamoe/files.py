@@ -1,0 +1,36 @@
+"""JSON files that are whole or not there: written beside their place, synced, then renamed."""
+
+import json
+import os
+from pathlib import Path
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Write an object as UTF-8 JSON; whoever reads `file`, even after a crash, finds the old contents or the new."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+        sync(partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(file: Path, remedy: str) -> dict:
+    """The object in a JSON file; ValueError, which ends with the remedy, if the file holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON ({error}): {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: {remedy}")
+    return content
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

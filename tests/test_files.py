@@ -1,0 +1,43 @@
+"""JSON files are whole or not there, whatever goes wrong while one is written."""
+
+import os
+
+import pytest
+
+from dpamoe.files import read_json, write_json
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "a.json"
+    write_json(file, {"b": [1, None, "ä"], "a": 2.5})
+    assert read_json(file, "") == {"b": [1, None, "ä"], "a": 2.5}
+    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("content", [{"a": float("nan")}, {"a": object()}])
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path, content):
+    file = tmp_path / "a.json"
+    write_json(file, {"a": 1})
+    with pytest.raises((ValueError, TypeError)):
+        write_json(file, content)
+    assert read_json(file, "") == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    write_json(file, {"a": 1})
+
+    def fail(handle):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_json(file, {"a": 2})
+    assert read_json(file, "") == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b""])
+def test_a_damaged_file_gets_a_sentence_with_the_remedy(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json .*: copy it"):
+        read_json(tmp_path / "a.json", "copy it")

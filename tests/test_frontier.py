@@ -1,0 +1,130 @@
+"""The frontier of one model: what is checked before any work, static points, tasks, and going on in the same folder."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+import dpamoe
+from dpamoe import evaluate, frontier, storage, tasks
+from dpamoe.evaluation_folder import open_folder
+from dpamoe.frontier import Wanted
+
+
+@pytest.fixture(scope="module")
+def source(tiny_dir, tmp_path_factory):
+    """The shipped model in a folder of its own; read only."""
+    return shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "source")
+
+
+@pytest.fixture(scope="module")
+def text(tiny_dir, tmp_path_factory):
+    """A file with some of the shipped held-out text."""
+    file = tmp_path_factory.mktemp("texts") / "heldout.txt"
+    file.write_text((tiny_dir.parent / "text" / "heldout.txt").read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture
+def wanted(source, text):
+    """Something quick to ask for: short windows of a short text, two budgets."""
+    return Wanted(str(source), budgets=(2.0, 4.0), baselines=("uniform",), text=text, max_tokens=400, seqlen=64)
+
+
+def run(wanted, folder):
+    plan = frontier.plan(wanted)
+    return frontier.run(plan, open_folder(folder, plan.settings))
+
+
+def test_static_formats_are_points_of_their_own_size(wanted, tmp_path):
+    pytest.importorskip("gguf")
+    outcome = run(dataclasses.replace(wanted, baselines=("rtn4", "q8_0")), tmp_path / "out")
+    points = {point["allocation"]: point for point in outcome["points"] if point["budget"] is None}
+    full = outcome["full_precision"]
+    assert set(points) == {"rtn4", "q8_0"}
+    experts = 3_145_728
+    assert full["weight_bytes"] - full["other_bytes"] == 2 * experts
+    assert points["rtn4"]["bits_per_weight"] == 4.25 and points["q8_0"]["bits_per_weight"] == 8.5
+    for point in points.values():
+        assert point["weight_bytes"] == full["other_bytes"] + experts * point["bits_per_weight"] / 8
+        assert point["histogram"] is point["mean_planes"] is None
+    assert points["rtn4"]["kl"] > points["q8_0"]["kl"] > 0
+    dpa = {point["budget"]: point for point in outcome["points"] if point["allocation"] == "dpa"}
+    assert dpa[2.0]["kl"] > points["rtn4"]["kl"] > dpa[4.0]["kl"]  # measured .28, .017, .009 on 4,000 tokens
+
+
+def test_points_do_not_depend_on_how_often_a_run_stopped(wanted, tmp_path):
+    whole = run(wanted, tmp_path / "whole")
+    run(dataclasses.replace(wanted, budgets=(4.0,)), tmp_path / "parts")
+    parts = run(dataclasses.replace(wanted, budgets=(2.0,)), tmp_path / "parts")
+    assert parts == whole  # the second run of two adds to what is there
+
+
+def test_another_model_under_the_same_name_is_noticed(wanted, source, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "model")
+    mine = dataclasses.replace(wanted, model=str(folder), budgets=(2.0,), baselines=())
+    run(mine, tmp_path / "out")
+    (folder / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds results with model .* choose another --output-dir"):
+        run(mine, tmp_path / "out")
+
+
+def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
+    """What `run_tasks` gives stands in every point, beside KL or alone; the model is at the point's budget then."""
+    seen = []
+
+    def run_tasks(model, tokenizer, chosen, limit, batch_size):
+        spends = {experts.spend.budget for experts in dpamoe.api.encoded_experts(model).values()}
+        seen.append((spends, chosen, limit, batch_size))
+        model(input_ids=torch.tensor([[1, 5, 9]]))
+        return {"accuracy": {"a": 0.25}, "stderr": {"a": 0.1}, "macro": 0.25}
+
+    monkeypatch.setattr(frontier, "run_tasks", run_tasks)
+    monkeypatch.setattr(frontier, "check_tasks", lambda names, folder: tasks.Chosen(dict.fromkeys(names)))
+    asked = dataclasses.replace(wanted, baselines=(), text=None, tasks=("a",), limit=5, batch_size=3)
+    outcome = run(asked, tmp_path / "out")
+    assert [(budgets, limit, size) for budgets, _, limit, size in seen] == [(set(), 5, 3), ({2.0}, 5, 3), ({4.0}, 5, 3)]
+    assert [point["accuracy"] for point in outcome["points"]] == [{"a": 0.25}] * 2
+    assert outcome["full_precision"]["macro"] == 0.25 and outcome["tokens"] is outcome["points"][0]["kl"] is None
+    again = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert again == outcome
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"budgets": (1.0,)}, "budget is 1.0 .* 2 to 8"),
+        ({"budgets": (9.0,)}, "budget is 9.0"),
+        ({"baselines": ("uniform", "q9_k")}, "q9_k"),
+        ({"text": None}, "nothing to measure"),
+        ({"max_tokens": 62}, "62 tokens, fewer than one window of 64"),
+        ({"seqlen": 1}, "windows of 1 tokens"),
+        ({"text": "nowhere.txt"}, "nowhere.txt does not exist"),
+        ({"calibration": "nowhere.txt"}, "nowhere.txt does not exist"),
+        ({"model": "nowhere"}, "nowhere does not exist"),
+        ({"reference": "nowhere"}, "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_noticed_before_any_model_is_loaded(wanted, monkeypatch, change, words):
+    monkeypatch.setattr(storage, "load_original", None)
+    with pytest.raises(ValueError, match=words):
+        frontier.plan(dataclasses.replace(wanted, **change))
+
+
+def test_a_checkpoint_without_its_residual_table(tiny_saved, wanted, source, tmp_path):
+    folder = shutil.copytree(tiny_saved, tmp_path / "encoded")
+    (folder / "model-residuals.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-residuals.safetensors is missing"):
+        frontier.plan(dataclasses.replace(wanted, model=str(folder), reference=str(source)))
+
+
+def test_sizes_of_an_encoded_folder_are_those_of_its_source(tiny_saved, wanted, source, tmp_path):
+    mine = dataclasses.replace(wanted, baselines=())
+    encoded = run(dataclasses.replace(mine, model=str(tiny_saved), reference=str(source)), tmp_path / "a")
+    original = run(mine, tmp_path / "b")
+    assert [p["weight_bytes"] for p in encoded["points"]] == [p["weight_bytes"] for p in original["points"]]
+    assert encoded["full_precision"] == original["full_precision"]
+    sites, experts = encoded["sites"], encoded["experts"]
+    assert (sites, experts) == (4, 64) and evaluate.BUDGETS[-1] == 8

@@ -1,0 +1,69 @@
+"""Results as text: what stands in which column, what is starred, what is left out."""
+
+from dpamoe import tables
+
+
+def point(allocation, budget, kl, macro=None, note=""):
+    return {
+        "allocation": allocation, "budget": budget, "mean_planes": budget, "bits_per_weight": 1.125 * (budget or 4) + 0.125,
+        "weight_bytes": int(1e6 * (budget or 4)), "kl": kl, "kl_error": kl and kl / 10, "top1": kl and 1 - kl, "ppl": 20.0,
+        "accuracy": macro and {"one": macro - 0.1, "two": macro + 0.1}, "macro": macro, "note": note,
+    }  # fmt: skip
+
+
+def outcome(*points, macro=None, ppl=19.5):
+    full = {"ppl": ppl, "accuracy": macro and {"one": macro, "two": macro}, "macro": macro}
+    full |= {"bits_per_weight": 16.0, "weight_bytes": 57_500_000}
+    return {"model": "toy", "sites": 1, "experts": 4, "tokens": 123, "full_precision": full, "points": list(points)}
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines()]
+
+
+def test_kl_by_budget_and_allocation():
+    found = outcome(
+        point("dpa", 4.0, 0.01), point("uniform", 4.0, 0.02), point("dpa", 2.0, 0.2), point("uniform", 2.5, 0.1, note="x")
+    )
+    head, lines = tables.kl_table(found)
+    assert head == ["budget", "planes", "bits/w", "MB", "KL dpa", "KL uniform", "± dpa", "top-1 dpa", "ppl dpa"]
+    assert lines == [
+        ["2", "2.000", "2.375", "2.00", "0.20000", "–", "0.02000", "80.0%", "20.000"],
+        ["2.5", "2.500", "2.938", "2.50", "–", "0.10000*", "–", "–", "–"],
+        ["4", "4.000", "4.625", "4.00", "0.01000", "0.02000", "0.00100", "99.0%", "20.000"],
+    ]
+
+
+def test_static_formats_stand_by_size():
+    small, large = point("q2_k", None, 0.3), point("q8_0", None, 0.001)
+    large["weight_bytes"] = 9_000_000
+    head, lines = tables.static_table(outcome(large, small))
+    assert [line[0] for line in lines] == ["q2_k", "q8_0"] and len(head) == len(lines[0])
+    assert lines[0][1:] == ["4.625", "4.00", "0.30000", "0.03000", "70.0%", "20.000"]
+
+
+def test_accuracies_in_per_cent_with_full_precision_first():
+    found = outcome(point("dpa", 3.0, 0.1, 0.6), point("uniform", 3.0, 0.2), point("q8_0", None, 0.1, 0.7), macro=0.75)
+    head, lines = tables.accuracy_table(found)
+    assert head == ["experts", "budget", "bits/w", "MB", "one", "two", "mean"]
+    assert lines == [
+        ["full precision", "–", "16.000", "57.50", "75.00", "75.00", "75.00"],
+        ["dpa", "3", "3.500", "3.00", "50.00", "70.00", "60.00"],
+        ["q8_0", "–", "4.625", "4.00", "60.00", "80.00", "70.00"],
+    ]
+
+
+def test_everything_that_was_measured_is_shown_and_nothing_else():
+    text = tables.evaluation(
+        outcome(point("dpa", 3.0, 0.1), point("uniform", 2.5, 0.3, note="uneven"), point("q2_k", None, 0.2, note="flat"))
+    )
+    assert "full precision: perplexity 19.500 over 123 tokens" in text
+    assert "*: uneven" in text and "q2_k: flat" in text and "mean" not in text
+    only_tasks = tables.evaluation(outcome(point("dpa", 3.0, None, 0.6), macro=0.75, ppl=None))
+    assert "KL" not in only_tasks and "perplexity" not in only_tasks and "60.00" in only_tasks
+
+
+def test_columns_are_aligned():
+    text = tables.aligned(["a", "long"], [["1", "2"], ["333", "4"]])
+    assert text.splitlines() == ["  a  long", "---------", "  1     2", "333     4"]
+    assert tables.markdown(["a", "b"], [["1", "2"]]).splitlines() == ["| a | b |", "| --- | --- |", "| 1 | 2 |"]
