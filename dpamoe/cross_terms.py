@@ -26,7 +26,8 @@ Routed = tuple[Tensor, Tensor, Tensor]  # hidden [T, H], index [T, A], gates [T,
 def cross_terms(
     original: nn.Module, encoded: nn.Module, batches: Iterable[tuple[tuple, dict]], tokens: int = TOKENS
 ) -> list[dict]:
-    """What cross terms make of the error with all experts at k planes: one row for every k held. Arguments as in `measure`.
+    """What cross terms make of the error with all experts at k planes: one row for every k held, and a last one, whose k is
+    None, over the layers' errors at all k together. Arguments as in `measure`.
 
     signed: sum of E - D over all tokens of all layers, divided by the sum of E: the share of the true error that cross terms
     make, negative where they cancel error. share: its size. share_max: the largest share of one layer. absolute: sum of
@@ -36,7 +37,9 @@ def cross_terms(
     """
     layers = list(measure(original, encoded, batches, tokens).values())
     counts = _counts(next(iter(encoded_experts(encoded).values())))
-    return [_row(k, [(true[number], diagonal[number]) for true, diagonal in layers]) for number, k in enumerate(counts)]
+    rows = [_row(k, [(true[number], diagonal[number]) for true, diagonal in layers]) for number, k in enumerate(counts)]
+    together = _row(None, [(true.flatten(), diagonal.flatten()) for true, diagonal in layers])
+    return [*rows, {**together, "tokens": rows[0]["tokens"]}]
 
 
 def measure(
@@ -171,7 +174,7 @@ def output_errors(experts: EncodedExperts, weights: ExpertWeights, expert: int, 
         yield exact - run(up, down)
 
 
-def _row(k: int, layers: list[tuple[Tensor, Tensor]]) -> dict:
+def _row(k: int | None, layers: list[tuple[Tensor, Tensor]]) -> dict:
     """One row of `cross_terms` from E and D, fp64 [T] each, of every layer."""
     whole = sum(float(true.sum()) for true, _ in layers)
     cross = [float((true - diagonal).sum()) for true, diagonal in layers]

@@ -140,7 +140,8 @@ class DpamoeLM(HFLM):
         self.batch_sizes = {}
         size = (override_bs or 0) if self.batch_size == "auto" else self.batch_size
         answers = []
-        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:
+        silent = disable_tqdm or self.rank != 0 or not sys.stderr.isatty()
+        with tqdm(total=len(requests), disable=silent, desc="loglikelihood") as bar:
             for chunk in order.get_batched(n=size, batch_fn=self._batch_scheduler if detect else None):
                 logits = self._last_logits(chunk)
                 for (texts, context, continuation), own in zip(chunk, logits, strict=True):

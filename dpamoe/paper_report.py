@@ -43,6 +43,10 @@ def _section(title: str, quote: str, *parts: str) -> list[str]:
     return [f"## {title}", f"> Paper: {quote}.", *(part for part in parts if part)]
 
 
+def _notes(found: dict) -> str:
+    return "\n\n".join(note.replace("*:", "\\*:") for note in tables.notes(found))
+
+
 def _picture(plots: Sequence[str], ending: str, text: str) -> str:
     found = [name for name in plots if name.endswith(ending)]
     return f"![{text}]({found[0]})" if found else ""
@@ -63,7 +67,7 @@ def _frontier(found: dict, plots: Sequence[str]) -> list[str]:
         )
     return _section(
         "Quality against size", paper.FRONTIER,
-        tables.markdown(*tables.kl_table(found)), "\n".join(tables.notes(found)), *lines,
+        tables.markdown(*tables.kl_table(found)), _notes(found), *lines,
         _picture(plots, "frontier_kl.png", "KL to full precision against effective size"),
         _picture(plots, "planes.png", "planes by layer"), _picture(plots, "residuals.png", "residuals of all experts"),
     )  # fmt: skip
@@ -102,7 +106,7 @@ def _tasks(found: dict | None, plots: Sequence[str]) -> list[str]:
         return _section("Tasks", paper.TASKS, "Not measured: `--tasks` names lm-eval tasks, `--include-path` a folder of them.")
     return _section(
         "Tasks", paper.TASKS, "Accuracy in per cent.", tables.markdown(*tables.accuracy_table(found)),
-        "\n".join(tables.notes(found)), _picture(plots, "frontier_accuracy.png", "mean accuracy against effective size"),
+        _notes(found), _picture(plots, "frontier_accuracy.png", "mean accuracy against effective size"),
     )  # fmt: skip
 
 
@@ -147,13 +151,14 @@ def _cross_terms(rows: Sequence[dict]) -> list[str]:
     head = ["k", "cross terms, share of the true error", "largest of a layer", "Spearman", "least", "Pearson", "least"]
     cells = [
         [
-            str(row["k"]), f"{row['share']:.1%}", f"{row['share_max']:.1%}",
+            "all" if row["k"] is None else str(row["k"]), f"{row['share']:.1%}", f"{row['share_max']:.1%}",
             *(tables.cell(row[name], ".4f") for name in ("spearman", "spearman_min", "pearson", "pearson_min")),
         ]
         for row in rows
     ]  # fmt: skip
     text = (
-        f"All experts at k planes; true squared error of a layer's output against the sum that the allocator minimises; "
+        f"All experts at k planes; true squared error of a layer's output against the sum that the allocator minimises, "
+        f"the last row over all k together; "
         f"{rows[0]['tokens']} tokens of every layer; correlations over tokens, mean over layers."
     )
     return _section("Cross terms", paper.CROSS_TERMS, tables.markdown(head, cells), text)

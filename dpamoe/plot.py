@@ -288,6 +288,7 @@ def residual_map(residuals: dict, file: Path, planes: int = MIDDLE, model: str =
         norm = colors.LogNorm(low / spare, high * spare)
         image = axes.imshow(shown, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
         axes.set(xlabel="expert", ylabel="layer")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         _number_layers(axes.yaxis, layers, min(9, int(height / 0.13)))
         ends = "min" if low > float(shown.min()) else "neither"
         bar = figure.colorbar(image, ax=axes, location="bottom", fraction=0.3, aspect=30, extend=ends, pad=0.02)

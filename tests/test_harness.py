@@ -1,5 +1,6 @@
 """The lm-eval model "dpamoe": from folders and from memory, equal to the model run by hand, whatever the batch."""
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -43,7 +44,7 @@ PAIRS = [
     ("A river runs down from the hills to the", " table."),
     ("", "The package contains the documentation."),
     ("", "No."),
-    ("It", " was"),
+    ("He was not able", " to"),
     ("The file could not be opened, because it does not", " exist in the directory that was given."),
     ("The father of two sons", " and three daughters"),
     ("Press the key to return to the previous", " page."),
@@ -102,30 +103,35 @@ def by_hand(model, tokenizer, start, end):
     return score(model, whole, len(whole) - len(known))
 
 
-def assert_same(found, expected, atol=1e-3):
-    torch.testing.assert_close(
-        torch.tensor([value for value, _ in found]), torch.tensor([value for value, _ in expected]), atol=atol, rtol=1e-5
-    )
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+@pytest.fixture
+def assert_same(tolerance):
+    """Function that compares two lists of log-likelihood and whether greedy."""
+
+    def check(found, expected):
+        values = [torch.tensor([value for value, _ in answers]) for answers in (found, expected)]
+        torch.testing.assert_close(*values, **tolerance(torch.float32))
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+    return check
 
 
 @pytest.mark.parametrize("kind", ["plain", "encoded"])
-def test_log_likelihoods_are_those_by_hand_in_any_batch(kind, request, wrap, tokenizer):
+def test_log_likelihoods_are_those_by_hand_in_any_batch(kind, request, wrap, tokenizer, assert_same):
     model = request.getfixturevalue(kind)
     expected = [by_hand(model, tokenizer, *pair) for pair in PAIRS]
     for size in (1, 4, 16):
         assert_same(wrap(model, batch_size=size).loglikelihood(requests(PAIRS)), expected)
-    assert any(greedy for _, greedy in expected) or kind == "encoded"
+    assert {greedy for _, greedy in expected} == {True, False}
 
 
-def test_models_without_partial_logits_score_the_same(plain, wrap):
+def test_models_without_partial_logits_score_the_same(plain, wrap, assert_same):
     expected = wrap(plain, batch_size=4).loglikelihood(requests(PAIRS))
     lm = wrap(plain, batch_size=4)
     lm._partial_logits = False
-    assert_same(lm.loglikelihood(requests(PAIRS)), expected, atol=1e-4)
+    assert_same(lm.loglikelihood(requests(PAIRS)), expected)
 
 
-def test_hflm_scores_the_same(plain, tiny_dir, wrap):
+def test_hflm_scores_the_same(plain, tiny_dir, wrap, assert_same):
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(pretrained=str(tiny_dir), device="cpu", dtype="float32", batch_size=4, add_bos_token=True)
@@ -162,7 +168,7 @@ def test_each_token_reads_the_same_planes_in_any_batch(encoded, wrap, monkeypatc
     assert len(seen[0]) > 5 and seen[0] == seen[1] == seen[2]
 
 
-def test_continuations_that_share_all_but_their_last_token(plain, wrap, tokenizer):
+def test_continuations_that_share_all_but_their_last_token(plain, wrap, tokenizer, assert_same):
     """Scored in one run, also where the same text is cut into context and continuation elsewhere."""
     lm = wrap(plain, batch_size=4)
     ids = [1, *tokenizer("The package contains the source")["input_ids"]]
@@ -171,19 +177,19 @@ def test_continuations_that_share_all_but_their_last_token(plain, wrap, tokenize
     assert_same(found, [score(plain, context + continuation, len(continuation)) for _, context, continuation in cuts])
 
 
-def test_long_contexts_are_cut_on_the_left_and_long_continuations_refused(plain, wrap, tokenizer, caplog):
+def test_long_contexts_are_cut_on_the_left_and_long_continuations_refused(plain, wrap, tokenizer, caplog, assert_same):
     lm = wrap(plain, max_length=8)
     caplog.set_level(logging.WARNING, logger="dpamoe")
     ids = [1, *tokenizer("A river runs down from the hills to the sea.")["input_ids"]]
     assert_same(lm._loglikelihood_tokens([(None, ids[:-2], ids[-2:])]), [score(plain, ids[-9:], 2)])
-    assert caplog.messages == ["1 of 1 texts are cut on the left to 8 tokens"]
+    assert [r.getMessage() for r in caplog.records if r.name == "dpamoe"] == ["1 of 1 texts are cut on the left to 8 tokens"]
     with pytest.raises(ValueError, match="have 2 to 9 tokens, 1 to 8 can be scored"):
         lm._loglikelihood_tokens([(None, ids[:3], ids[3:12]), (None, ids[:3], ids[3:5])])
     with pytest.raises(ValueError, match="have 0 to 0 tokens"):
         lm._loglikelihood_tokens([(None, ids, [])])
 
 
-def test_whole_texts_and_detected_batches(plain, tokenizer, harness):
+def test_whole_texts_and_detected_batches(plain, tokenizer, harness, assert_same):
     lm = harness.DpamoeLM(plain, tokenizer=tokenizer, batch_size="auto", max_batch_size=2, max_length=24)
     assert_same(lm.loglikelihood(requests(PAIRS[3:5])), [by_hand(plain, tokenizer, *pair) for pair in PAIRS[3:5]])
     story = "The package contains the documentation."
@@ -191,7 +197,7 @@ def test_whole_texts_and_detected_batches(plain, tokenizer, harness):
     assert lm.loglikelihood_rolling(requests([(story,)])) == pytest.approx([score(plain, ids, len(ids) - 1)[0]], rel=1e-4)
 
 
-def test_encoded_folders_by_name(harness, tiny_saved, tmp_path):
+def test_encoded_folders_by_name(harness, tiny_saved, plain, tmp_path, assert_same):
     """Budget and allocation pass through model_args; the scores are those of the same model in memory."""
     import lm_eval
     from lm_eval.api.registry import get_model
@@ -205,7 +211,7 @@ def test_encoded_folders_by_name(harness, tiny_saved, tmp_path):
         tasks=["spoken"], task_manager=manager, bootstrap_iters=0,
     )  # fmt: skip
     assert outcome["config"]["budget"] == 3.5 and outcome["config"]["allocation"] == "gate-only"
-    assert outcome["config"]["model_num_parameters"] == 3_606_144
+    assert outcome["config"]["model_num_parameters"] == plain.num_parameters()
     model = evaluate.to_run(dpamoe.load(tiny_saved, 3.5), "cpu")
     dpamoe.set_spend(model, allocation="gate-only")
     tokenizer = text.load_tokenizer(tiny_saved)
@@ -227,7 +233,7 @@ def test_how_a_folder_is_loaded(harness, tiny_saved, tiny_dir):
     assert harness.DpamoeLM(tiny_saved, dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
     original = harness.DpamoeLM(str(tiny_dir), device="cpu", max_length=77)
     assert not encoded_experts(original.model) and original.model.dtype == torch.float32 and original.max_length == 77
-    assert original.get_model_info()["model_num_parameters"] == 3_606_144
+    assert original.get_model_info()["model_num_parameters"] == original.model.num_parameters()
 
 
 def test_models_survive_what_hflm_does_to_them(harness, tiny_saved, encoded, random_ids, wrap):
@@ -303,4 +309,4 @@ def test_without_lm_eval_importing_says_what_to_install(harness, monkeypatch):
     monkeypatch.delitem(sys.modules, "dpamoe.harness")
     monkeypatch.delattr(dpamoe, "harness")
     with pytest.raises(ImportError, match=r'dpamoe.harness needs lm-eval: pip install "dpamoe\[eval\]"'):
-        import dpamoe.harness  # noqa: F401
+        importlib.import_module("dpamoe.harness")
