@@ -55,7 +55,7 @@ def test_imports_without_triton_and_without_the_heavy_extras(tmp_path):
 import json
 sys.modules["triton"] = None
 import dpamoe, dpamoe.kernels, dpamoe.passes
-print(json.dumps([name for name in ("lm_eval", "matplotlib") if name in sys.modules]))
+print(json.dumps([name for name in ("lm_eval", "matplotlib", "gguf") if name in sys.modules]))
 """
     assert run_python(code, tmp_path) == []
 
