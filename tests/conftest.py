@@ -15,6 +15,10 @@ from dpamoe.kernels.layout import EncodedWeight, groups_of, pack_signs
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would wait for each other
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for programs that tests start
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 TOLERANCES = {
