@@ -145,6 +145,7 @@ def _settings(wanted: Wanted, source: str, spec: EncodeSpec, windows, calibratio
         "tasks": sorted(wanted.tasks),
         "task files": None if wanted.include_path is None else digest(_fingerprint(wanted.include_path, TASK_FILES)),
         "limit": wanted.limit,
+        "device": wanted.device.partition(":")[0],  # the CPU scores in fp32, a GPU in the model's own dtype
     }
     return json.loads(json.dumps(found))
 
