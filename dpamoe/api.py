@@ -71,7 +71,7 @@ def _encode(
     """Find, check, profile and encode all sites that are not encoded yet."""
     findings = find.find_sites(model, *example)
     if not findings.sites:
-        raise ValueError(_no_sites(model, findings.refused))
+        raise ValueError(no_sites(model, findings.refused))
     for site in findings.sites:
         weights = gather(model.get_submodule(site.path), site.layout, site.experts)
         uniform_start(site, spec, weights.up.device, spend)
@@ -123,7 +123,8 @@ def _check_same_spec(held: dict[str, EncodedExperts], spec: EncodeSpec | None) -
         raise ValueError(f"the model is already encoded with {present}: load the original to encode with {spec}")
 
 
-def _no_sites(model: nn.Module, refused: list[Refusal]) -> str:
+def no_sites(model: nn.Module, refused: list[Refusal]) -> str:
+    """The sentence for a model without sites."""
     message = f"no routed experts were found in {type(model).__name__}"
     if refused:
         reasons = "; ".join(f"{refusal.path}: {refusal.reason}" for refusal in refused[:4])

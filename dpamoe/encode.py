@@ -92,15 +92,20 @@ def check_encodable(weights: ExpertWeights, spec: EncodeSpec, path: str) -> None
             )  # fmt: skip
 
 
+def check_group(spec: EncodeSpec, width: int, name: str) -> None:
+    """Raise ValueError if a group is wider than the rows of `width` inputs."""
+    if spec.group_size > width:
+        raise ValueError(
+            f"group_size {spec.group_size} exceeds the {width} inputs of {name}: use a group_size of at most {width}, or -1 "
+            "for whole rows"
+        )
+
+
 def check_weight(weight: Tensor, spec: EncodeSpec, name: str) -> Tensor:
     """Largest magnitude of each expert, fp32 [E]; ValueError, naming the tensor, for a weight that cannot be encoded."""
     if weight.dim() != 3 or not weight.is_floating_point():
         raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)}: an expert weight must be float [experts, out, in]")
-    if spec.group_size > weight.shape[2]:
-        raise ValueError(
-            f"group_size {spec.group_size} exceeds the {weight.shape[2]} inputs of {name}: "
-            f"use a group_size of at most {weight.shape[2]}, or -1 for whole rows"
-        )
+    check_group(spec, weight.shape[2], name)
     largest = torch.stack([expert.abs().amax().float() for expert in weight])
     if not bool(torch.isfinite(largest).all()):
         bad = [e for e in range(weight.shape[0]) if not bool(torch.isfinite(largest[e]))]

@@ -14,6 +14,7 @@ A point is a dictionary, as in `dpamoe eval --json`:
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,10 +43,18 @@ class Scorer:
     reference: ReferenceLogits | None = None
     accuracy: Callable[[nn.Module], dict] | None = None
 
-    def measure(self, model: nn.Module) -> dict:
-        """kl and kl_error in nats per token, top1, ppl; accuracy and accuracy_error by task, and macro, their mean accuracy."""
+    def measure(self, model: nn.Module, counted: Callable[[], None] | None = None) -> dict:
+        """kl and kl_error in nats per token, top1, ppl; accuracy and accuracy_error by task, and macro, their mean accuracy.
+
+        counted: called where what the model counted is to be read: behind the text, before tasks, whose batches are padded.
+        """
         score = None if self.reference is None else self.reference.compare(model)
-        return _fields(score, None if self.accuracy is None else self.accuracy(model))
+        if score is not None and counted is not None:
+            counted()
+        tasks = None if self.accuracy is None else self.accuracy(model)
+        if score is None and counted is not None:
+            counted()
+        return _fields(score, tasks)
 
     def full_precision(self, model: nn.Module) -> dict:
         """The same of the full-precision model itself, whose perplexity is known already."""
@@ -90,13 +99,19 @@ def evaluate(
         for allocation, budget in track(wanted, "evaluate", lambda job: f"budget {job[1]:g} {job[0]}"):
             api.set_spend(model, budget=budget, allocation=allocation)
             api.stats(model, reset=True)
-            point = {"allocation": allocation, "budget": budget} | scorer.measure(model)
-            counts = {path: experts.spent.tolist() for path, experts in encoded_experts(model).items()}
-            planes = api.stats(model, reset=True)["mean_planes"]
-            points.append(point | _size(model, sizes, planes) | {"histogram": counts, "note": _note(allocation, budget)})
+            spent: dict = {}
+            point = {"allocation": allocation, "budget": budget} | scorer.measure(model, partial(_count, model, spent))
+            api.stats(model, reset=True)
+            points.append(point | _size(model, sizes, spent.pop("mean_planes")) | spent | {"note": _note(allocation, budget)})
             if keep is not None:
                 keep(points[-1])
     return points
+
+
+def _count(model: nn.Module, spent: dict) -> None:
+    """Put mean_planes and histogram into `spent`."""
+    spent["mean_planes"] = api.stats(model)["mean_planes"]
+    spent["histogram"] = {path: experts.spent.tolist() for path, experts in encoded_experts(model).items()}
 
 
 def _size(model: nn.Module, sizes: Sizes, planes: float) -> dict:

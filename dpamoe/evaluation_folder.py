@@ -5,21 +5,27 @@ full_precision.json    the full-precision model's own scores
 points/*.json          one point each (see `evaluate`)
 residuals.json         the residual tables of the encoded model
 reference.logits       full-precision log-probabilities with reference.json; only while points are missing
+sample.safetensors     some weights of the full-precision model, to tell another one by; likewise
 results.json           everything, once all points are there
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from dpamoe.evaluate import Job
 from dpamoe.files import read_json, write_json
 from dpamoe.modules import encoded_experts
 from dpamoe.score import remove_reference
 
-RESULTS, RESIDUALS = "results.json", "residuals.json"
+RESULTS, RESIDUALS, SAMPLE, LOCK = "results.json", "residuals.json", "sample.safetensors", "lock"
+AGAIN = "delete it, and run the evaluation again"
+SHOWN = 12  # letters of a setting that a person can compare
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,33 @@ class Folder:
         """Where the full-precision log-probabilities go."""
         return self.path / "reference.logits"
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out of this folder inside the block; ValueError if one is in it."""
+        lock = FileLock(self.path / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"another run is measuring into {self.path}: wait for it, or choose another --output-dir"
+            ) from error
+        try:
+            yield
+        finally:
+            (self.path / LOCK).unlink(missing_ok=True)
+            lock.release()
+
+    def keep_sample(self, weight: Tensor) -> None:
+        """Store some weights of the full-precision model."""
+        save_file({"weight": weight.cpu().contiguous()}, self.path / SAMPLE)
+
+    def sample(self) -> Tensor | None:
+        """The weights that `keep_sample` stored."""
+        return load_file(self.path / SAMPLE)["weight"] if (self.path / SAMPLE).is_file() else None
+
     def full_precision(self) -> dict | None:
         """The full-precision scores, if they are there."""
-        return _read(self.path / "full_precision.json")
+        return _read(self.path / "full_precision.json", "other_bytes")
 
     def keep_full_precision(self, scores: dict) -> None:
         """Store the full-precision scores."""
@@ -43,7 +73,7 @@ class Folder:
 
     def point(self, allocation: str, budget: float | None) -> dict | None:
         """A finished point, if it is there."""
-        return _read(self._file(allocation, budget))
+        return _read(self._file(allocation, budget), "allocation", "budget", "weight_bytes")
 
     def keep(self, point: dict) -> None:
         """Store a finished point."""
@@ -55,7 +85,7 @@ class Folder:
 
     def points(self) -> list[dict]:
         """All finished points: by budget, static formats last, then by allocation."""
-        found = [_read(file) for file in sorted((self.path / "points").glob("*.json"))]
+        found = [_read(file, "allocation", "budget", "weight_bytes") for file in sorted((self.path / "points").glob("*.json"))]
         return sorted(found, key=lambda point: (point["budget"] is None, point["budget"] or 0.0, point["allocation"]))
 
     def keep_residuals(self, model: nn.Module) -> None:
@@ -67,12 +97,13 @@ class Folder:
         )
 
     def finish(self, outcome: dict) -> None:
-        """Store the whole outcome; the log-probabilities, which are large, go."""
+        """Store the whole outcome; what is only needed to measure, and large, goes."""
         write_json(self.path / RESULTS, outcome)
         remove_reference(self.reference)
+        (self.path / SAMPLE).unlink(missing_ok=True)
 
     def _file(self, allocation: str, budget: float | None) -> Path:
-        return self.path / "points" / (f"{allocation}.json" if budget is None else f"{allocation}-{budget:g}.json")
+        return self.path / "points" / (f"{allocation}.json" if budget is None else f"{allocation}-{budget:.12g}.json")
 
 
 def open_folder(path: Path, settings: dict) -> Folder:
@@ -86,9 +117,10 @@ def open_folder(path: Path, settings: dict) -> Folder:
     if held is not None:
         for name in sorted(settings.keys() | held.keys()):
             if held.get(name) != settings.get(name):
+                there, here = (str(of.get(name)) for of in (held, settings))
+                what = f": {there} there, {here} now" if max(len(there), len(here)) <= SHOWN else ""
                 raise ValueError(
-                    f"{path} holds results with {name} {held.get(name)!r}, and this run has {settings.get(name)!r}: choose "
-                    "another --output-dir, or delete it"
+                    f"{path} holds results of another {name}{what}; choose another --output-dir, or delete that folder"
                 )
     if not path.absolute().parent.is_dir():
         raise ValueError(f"folder {path.absolute().parent}, which should hold {path.name}, does not exist: make it first")
@@ -98,6 +130,11 @@ def open_folder(path: Path, settings: dict) -> Folder:
     return Folder(path)
 
 
-def _read(file: Path) -> dict | None:
-    """An object of a JSON file, None if there is no such file; ValueError if it is damaged."""
-    return read_json(file, "delete it, and run the evaluation again") if file.is_file() else None
+def _read(file: Path, *keys: str) -> dict | None:
+    """An object of a JSON file, None if there is no such file; ValueError if it is damaged or lacks a key."""
+    if not file.is_file():
+        return None
+    found = read_json(file, AGAIN)
+    if not found.keys() >= set(keys):
+        raise ValueError(f"{file} lacks {', '.join(sorted(set(keys) - found.keys()))}: {AGAIN}")
+    return found

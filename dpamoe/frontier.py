@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,36 +13,42 @@ from torch import Tensor, nn
 
 from dpamoe import api, checkpoint, evaluate, static, storage, text
 from dpamoe.calibration import example_batch
+from dpamoe.encode import check_group
 from dpamoe.evaluate import Scorer
 from dpamoe.evaluation_folder import Folder
+from dpamoe.modules import encoded_experts
 from dpamoe.passes import find
+from dpamoe.passes.rewrite import source_of
+from dpamoe.profile import weight_error
 from dpamoe.progress import track
 from dpamoe.score import measure_reference, reopen_reference
-from dpamoe.sites import Site
+from dpamoe.sites import Site, gather
 from dpamoe.spec import ALLOCATIONS, EncodeSpec, check_budget
 from dpamoe.tasks import BATCH, check_tasks, run_tasks
 
-MODEL_FILES = ("*.safetensors", "config.json")
-TASK_FILES = ("*.yaml", "*.json", "*.jsonl", "*.py")
+MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py")
+TASK_FILES = ("**/*.yaml", "**/*.json", "**/*.jsonl", "**/*.py")
+BASELINES = evaluate.REPORTED[1:]
+HASHED = 1 << 20  # bytes at either end of a file
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What a person asks for; `plan` checks it. Defaults are those of `dpamoe eval`.
 
-    baselines: allocations and static formats beside DPA. kl, ppl: what is measured on the text; tasks: of lm-eval, from the
-    folder include_path or lm-eval's own. limit: items per task. reference: the full-precision model, if not the recorded one.
+    baselines: allocations and static formats beside DPA. kl: whether KL is measured on the text, beside perplexity. tasks: of
+    lm-eval, from the folder include_path or lm-eval's own. limit: items per task. reference: the full-precision model, if not
+    the recorded one.
     """
 
     model: str
     budgets: tuple[float, ...] = evaluate.BUDGETS
-    baselines: tuple[str, ...] = evaluate.REPORTED[1:]
+    baselines: tuple[str, ...] = BASELINES
     text: str | None = None
     calibration: str | None = None
     max_tokens: int | None = None
     seqlen: int = 512
     kl: bool = True
-    ppl: bool = True
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
     limit: int | None = None
@@ -83,8 +90,7 @@ def plan(wanted: Wanted) -> Plan:
         raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*ALLOCATIONS, *static.FORMATS))}")
     formats = tuple(name for name in wanted.baselines if name not in ALLOCATIONS)
     static.check_formats(formats)
-    if wanted.text is None and not wanted.tasks:
-        raise ValueError("nothing to measure: give --text FILE for KL and perplexity, --tasks for accuracy, or both")
+    check_measures(wanted)
     chosen = check_tasks(wanted.tasks, wanted.include_path) if wanted.tasks else None
     calibration = None if wanted.calibration is None else text.read_text(wanted.calibration)
     source = str(storage.reference_of(wanted.model, wanted.reference) if encoded else wanted.reference or wanted.model)
@@ -95,6 +101,16 @@ def plan(wanted: Wanted) -> Plan:
         wanted, source, encoded, spec, ("dpa", *(name for name in wanted.baselines if name in ALLOCATIONS)), formats,
         windows, calibration, tokenizer, chosen, _settings(wanted, source, spec, windows, calibration),
     )  # fmt: skip
+
+
+def check_measures(wanted: Wanted) -> None:
+    """Raise ValueError if there is nothing to measure, or settings of tasks stand without tasks."""
+    if wanted.text is None and not wanted.tasks:
+        raise ValueError("nothing to measure: give --text FILE for KL and perplexity, --tasks for accuracy, or both")
+    if not wanted.tasks and (wanted.include_path is not None or wanted.limit is not None):
+        raise ValueError("--include-path and --limit are for tasks: name some with --tasks, or leave them out")
+    if wanted.limit is not None and wanted.limit < 1:
+        raise ValueError(f"limit is {wanted.limit}: use 1 or more items per task, or None for all")
 
 
 def _spec(wanted: Wanted, encoded: bool) -> EncodeSpec:
@@ -118,11 +134,16 @@ def _windows(wanted: Wanted, source: str, tokenizer) -> list[Tensor]:
     config = AutoConfig.from_pretrained(source)
     ids = text.token_ids(tokenizer, text.read_text(wanted.text))
     vocabulary = config.get_text_config().vocab_size
+    own = AutoConfig.from_pretrained(wanted.model).get_text_config().vocab_size
+    if own != vocabulary:
+        raise ValueError(f"{wanted.model} knows {own} tokens and its reference {source} {vocabulary}: give its original")
     if int(ids.max()) >= vocabulary:
         raise ValueError(
             f"the tokenizer of {source} gives ids up to {int(ids.max())}, its model knows {vocabulary}: give its own"
         )
     length = text.window_length(config, wanted.seqlen)
+    if length < wanted.seqlen:
+        api.logger.info("windows have %d tokens: the model takes no more", length)
     tokens = min(ids.numel(), wanted.max_tokens or ids.numel())
     if tokens < length - 1:
         raise ValueError(
@@ -141,35 +162,52 @@ def _settings(wanted: Wanted, source: str, spec: EncodeSpec, windows, calibratio
         "encoding": asdict(spec),
         "text": None if windows is None else digest([part.tolist() for part in windows]),
         "calibration": None if calibration is None else digest(calibration),
-        "measures": [name for name in ("kl", "ppl") if getattr(wanted, name)],
+        "measures": None if windows is None else "kl" if wanted.kl else "ppl",
         "tasks": sorted(wanted.tasks),
-        "task files": None if wanted.include_path is None else digest(_fingerprint(wanted.include_path, TASK_FILES)),
+        "task files": None if wanted.include_path is None else _fingerprint(wanted.include_path, TASK_FILES),
         "limit": wanted.limit,
         "device": wanted.device.partition(":")[0],  # the CPU scores in fp32, a GPU in the model's own dtype
     }
     return json.loads(json.dumps(found))
 
 
-def _fingerprint(folder: str, patterns: Sequence[str] = MODEL_FILES) -> list:
-    """Names, sizes and times of files: enough to notice that they are others."""
-    files = sorted(file for pattern in patterns for file in Path(folder).rglob(pattern))
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+def _fingerprint(folder: str, patterns: Sequence[str] = MODEL_FILES) -> str:
+    """A digest of names, sizes, and the beginning and end of files: enough to notice that they are others."""
+    digest = hashlib.sha256()
+    for file in sorted(file for pattern in patterns for file in Path(folder).glob(pattern)):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder)} {size}\n".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(HASHED))
+            handle.seek(max(HASHED, size - HASHED))
+            digest.update(handle.read(HASHED))
+    return digest.hexdigest()[:16]
 
 
 def run(plan: Plan, folder: Folder) -> dict:
-    """Measure whatever the folder lacks, and return all that it holds as `evaluate.result` does; also stored there."""
+    """Measure whatever the folder lacks, and return all that it holds as `evaluate.result` does; also stored there.
+
+    Raises ValueError if the reference is not the model that was encoded, or another run measures into this folder.
+    """
+    with folder.locked():
+        return _run(plan, folder)
+
+
+def _run(plan: Plan, folder: Folder) -> dict:
     jobs = folder.missing(evaluate.jobs(plan.wanted.budgets, plan.allocations))
     formats = [name for name, _ in folder.missing([(name, None) for name in plan.formats])]
     if jobs or formats or folder.full_precision() is None:
         with _scorer(plan, folder) as scorer:
             other_bytes = folder.full_precision()["other_bytes"]
-            for name in track(formats, "static"):
-                folder.keep(_static_point(plan, name, scorer, other_bytes))
             if jobs:
                 model = encoded_model(plan)
+                _check_reference(plan, folder, model)
                 folder.keep_residuals(model)
                 evaluate.evaluate(model, scorer, evaluate.Sizes(other_bytes), jobs, folder.keep)
-    outcome = evaluate.result(Path(plan.wanted.model).name, folder.full_precision(), folder.points())
+                del model
+            for name in track(formats, "static"):
+                folder.keep(_static_point(plan, name, scorer, other_bytes))
+    outcome = evaluate.result(Path(plan.wanted.model).resolve().name, folder.full_precision(), folder.points())
     folder.finish(outcome)
     return outcome
 
@@ -182,6 +220,7 @@ def _scorer(plan: Plan, folder: Folder) -> Iterator[Scorer]:
         if folder.full_precision() is None or (plan.windows is not None and reference is None):
             model, sites = _original(plan)
             sizes = evaluate.full_sizes(model, sites)
+            folder.keep_sample(gather(source_of(model, sites[0]), sites[0].layout, 1).up)
             model = evaluate.to_run(model, plan.wanted.device)
             if plan.windows is not None and reference is None:
                 reference = measure_reference(model, plan.windows, folder.reference, plan.wanted.kl)
@@ -195,11 +234,33 @@ def _scorer(plan: Plan, folder: Folder) -> Iterator[Scorer]:
 
 
 def _original(plan: Plan) -> tuple[nn.Module, list[Site]]:
+    """The full-precision model and its sites; ValueError if it has none, or the groups do not fit their rows."""
     model = storage.load_original(plan.source)
-    return model, find.find_sites(model, *example_batch(model, None)).sites
+    findings = find.find_sites(model, *example_batch(model, None))
+    if not findings.sites:
+        raise ValueError(api.no_sites(model, findings.refused))
+    for site in findings.sites:
+        check_group(plan.spec, min(site.hidden, site.inner), site.path)
+    return model, findings.sites
+
+
+def _check_reference(plan: Plan, folder: Folder, model: nn.Module) -> None:
+    """Raise ValueError unless the full-precision model is the one that was encoded, by the weights of one expert."""
+    sample, experts = folder.sample(), next(iter(encoded_experts(model).values()))
+    if sample is None:
+        return
+    up = experts.gate_up_proj.weight
+    alike = sample.shape[1:] == (up.offset.shape[1], up.in_features)
+    error = float(weight_error(sample.to(up.offset.device), up, 0)[-1]) if alike else math.inf
+    if not error <= storage.OTHER_MODEL:
+        raise ValueError(
+            f"{plan.source} is not the model that {plan.wanted.model} holds (relative squared error {error:.2g} of "
+            f"{experts.site.path}, at most {storage.OTHER_MODEL} is allowed): give its original with --reference"
+        )
 
 
 def accuracy_of(plan: Plan) -> Callable[[nn.Module], dict] | None:
+    """What scores a model on the plan's tasks; None if there are none."""
     if plan.tasks is None:
         return None
     return partial(
@@ -222,6 +283,7 @@ def _static_point(plan: Plan, name: str, scorer: Scorer, other_bytes: int) -> di
 
 
 def encoded_model(plan: Plan) -> nn.Module:
+    """The transformed model, loaded or encoded now, where and how it is scored."""
     if plan.encoded:
         return evaluate.to_run(storage.load(plan.wanted.model), plan.wanted.device)
     model = evaluate.to_run(storage.load_original(plan.wanted.model), plan.wanted.device)

@@ -29,7 +29,7 @@ def _heading(found: dict, facts: dict) -> str:
         f"{full['weight_bytes'] / 1e6:,.2f} MB at full precision, perplexity {full['ppl']:.3f}.",
         f"Text: {facts['text']}, {found['tokens']} predicted tokens; calibration: {facts['calibration']}. Encoded with "
         f"{facts['encoding']}.",
-        f"Measured {facts['date']} on {facts['device']} ({versions}).",
+        f"Written {facts['date']} on {facts['device']} ({versions}).",
     ]
     if full["parameters"] < SMALL:
         lines.append(
@@ -43,8 +43,9 @@ def _section(title: str, quote: str, *parts: str) -> list[str]:
     return [f"## {title}", f"> Paper: {quote}.", *(part for part in parts if part)]
 
 
-def _notes(found: dict) -> str:
-    return "\n\n".join(note.replace("*:", "\\*:") for note in tables.notes(found))
+def _notes(found: dict, static: bool | None) -> str:
+    """Remarks on static points, on others, or (None) on both."""
+    return "\n\n".join(note.replace("*:", "\\*:") for note in tables.notes(found, static))
 
 
 def _picture(plots: Sequence[str], ending: str, text: str) -> str:
@@ -54,20 +55,17 @@ def _picture(plots: Sequence[str], ending: str, text: str) -> str:
 
 def _frontier(found: dict, plots: Sequence[str]) -> list[str]:
     compared = [(budget, points["dpa"]["kl"] / points["uniform"]["kl"]) for budget, points in _whole(found).items()]
-    lines = [f"DPA over Uniform-k: {', '.join(f'{ratio:.2f} at k̄ = {budget:g}' for budget, ratio in compared)}."]
-    saved = equal_fidelity(found)
-    if saved:
-        lines.append(
-            "At the KL of Uniform-k, DPA needs "
-            + ", ".join(
-                f"{1 - size / uniform:.1%} less than k = {budget:g} ({(uniform - size) / 1e6:,.2f} MB)"
-                for budget, uniform, size in saved
-            )
-            + " of the whole model."
-        )
+    lines = [f"KL of DPA over that of Uniform-k: {', '.join(f'{r:.2f} at k̄ = {budget:g}' for budget, r in compared)}."]
+    sizes = [
+        f"{abs(1 - size / uniform):.1%} {'less' if size <= uniform else 'more'} than k = {budget:g} "
+        f"({abs(uniform - size) / 1e6:,.2f} MB)"
+        for budget, uniform, size in equal_fidelity(found)
+    ]
+    lines.append(f"For the KL of Uniform-k, the whole model with DPA needs {', '.join(sizes)}.")
     return _section(
         "Quality against size", paper.FRONTIER,
-        tables.markdown(*tables.kl_table(found)), _notes(found), *lines,
+        tables.markdown(*tables.kl_table(found)), _notes(found, False), *(lines[:1] if compared else []),
+        *(lines[1:] if sizes else []),
         _picture(plots, "frontier_kl.png", "KL to full precision against effective size"),
         _picture(plots, "planes.png", "planes by layer"), _picture(plots, "residuals.png", "residuals of all experts"),
     )  # fmt: skip
@@ -84,9 +82,10 @@ def _whole(found: dict) -> dict[float, dict[str, dict]]:
 
 
 def equal_fidelity(found: dict) -> list[tuple[float, int, float]]:
-    """Where Uniform-k has a whole budget: the budget, its bytes, and the bytes that DPA needs for the same KL.
+    """Where Uniform-k has a whole budget: the budget, its bytes, and the bytes that DPA needs for the same KL, more or less.
 
-    Between two of DPA's points log KL is taken as linear in size; budgets whose KL DPA does not pass are left out.
+    Between two of DPA's points log KL is taken as linear in size; budgets whose KL none of them passes are left out, and the
+    lowest and highest, where DPA is Uniform-k.
     """
     points = [points["dpa"] for points in tables.spread(found).values() if points.get("dpa", {}).get("kl")]
     dpa = [(point["weight_bytes"], math.log(point["kl"])) for point in points]
@@ -98,7 +97,7 @@ def equal_fidelity(found: dict) -> list[tuple[float, int, float]]:
             if low < wanted <= high:
                 rows.append((budget, uniform["weight_bytes"], size + (next_size - size) * (high - wanted) / (high - low)))
                 break
-    return [(budget, bytes_, size) for budget, bytes_, size in rows if size < bytes_]
+    return [row for row in rows if row[1] != row[2]]
 
 
 def _tasks(found: dict | None, plots: Sequence[str]) -> list[str]:
@@ -106,14 +105,14 @@ def _tasks(found: dict | None, plots: Sequence[str]) -> list[str]:
         return _section("Tasks", paper.TASKS, "Not measured: `--tasks` names lm-eval tasks, `--include-path` a folder of them.")
     return _section(
         "Tasks", paper.TASKS, "Accuracy in per cent.", tables.markdown(*tables.accuracy_table(found)),
-        _notes(found), _picture(plots, "frontier_accuracy.png", "mean accuracy against effective size"),
+        _notes(found, None), _picture(plots, "frontier_accuracy.png", "mean accuracy against effective size"),
     )  # fmt: skip
 
 
 def _static(found: dict) -> list[str]:
     if not tables.static_points(found):
-        return _section("Static formats", paper.STATIC, "Not measured: name them with `--baselines`.")
-    return _section("Static formats", paper.STATIC, tables.markdown(*tables.static_table(found)))
+        return _section("Static formats", paper.STATIC, "Not measured: name them with `--static`.")
+    return _section("Static formats", paper.STATIC, tables.markdown(*tables.static_table(found)), _notes(found, True))
 
 
 def _speed(found: dict) -> list[str]:
@@ -141,6 +140,8 @@ def _signals(found: dict) -> list[str]:
         cells = [f"{points[name]['kl'] / base:.3f}" if name in points else tables.NONE for name in names]
         cells.append(f"{points['dpa']['kl'] / gate - 1:+.1%}" if gate else tables.NONE)
         rows.append([f"{budget:g}", *cells])
+    if not rows:
+        return _section("Which signal", paper.SIGNALS, "Not measured: no whole budget at which both were scored.")
     return _section(
         "Which signal", paper.SIGNALS, "KL over that of Uniform-k.",
         tables.markdown(["k̄", *names, "dpa against gate-only"], rows),
@@ -186,7 +187,10 @@ def _storage(rows: Sequence[dict]) -> list[str]:
     return _section("Storage of scales", paper.STORAGE, tables.markdown(head, cells), "The last column counts offsets too.")
 
 
-def _top_p(rows: Sequence[dict]) -> list[str]:
+def _top_p(found: dict) -> list[str]:
+    if found["refused"]:
+        return _section("Top-p routing", paper.TOP_P, f"Not measured: {found['refused']}.")
+    rows = found["rows"]
     with_tasks = any(row["macro"] is not None for row in rows)
     head = [
         "p",

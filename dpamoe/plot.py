@@ -184,6 +184,8 @@ def _label(figure, axes, wanted: Sequence[tuple]) -> None:
     drawn = [(line, line.get_transform().transform(line.get_xydata()) * scale) for line in axes.get_lines()]
     busy = [labels.along(path) for line, path in drawn if line.get_linestyle() != "None"]
     busy += [labels.on_markers(path) for line, path in drawn if line.get_marker() != "None"]
+    bars = [segment for found in axes.collections if hasattr(found, "get_segments") for segment in found.get_segments()]
+    busy += [labels.along(axes.transData.transform(segment) * scale) for segment in bars]
     frame = axes.get_window_extent().get_points() * scale
     texts = []
     for text, point, _, reach in wanted:
@@ -306,7 +308,9 @@ def draw_all(folder: Path, out: Path | None = None) -> list[Path]:
     """
     again = "run `dpamoe eval … --output-dir` again"
     if not (folder / RESULTS).is_file():
-        raise ValueError(f"{folder} holds no {RESULTS}: run `dpamoe eval … --output-dir {folder}` first")
+        raise ValueError(
+            f"{folder} holds no {RESULTS}: give the --output-dir of a finished `dpamoe eval` or `dpamoe reproduce`"
+        )
     outcome = read_json(folder / RESULTS, again)
     residuals = read_json(folder / RESIDUALS, again) if (folder / RESIDUALS).is_file() else None
     out = folder if out is None else out

@@ -221,13 +221,11 @@ def _half_quadratic(groups: Tensor, scale: Tensor, low: Tensor, top: int) -> Ten
 # ---- whole models
 
 
-def requantise_model(
-    model: nn.Module, sites: Sequence[Site], name: str, group_size: int, progress: Callable[[int], None] | None = None
-) -> tuple[int, set[str]]:
+def requantise_model(model: nn.Module, sites: Sequence[Site], name: str, group_size: int) -> tuple[int, set[str]]:
     """Quantise and dequantise the expert weights of a model in place; nothing else of it changes, biases included.
 
     sites: as `find_sites` found them in this model, in order; the model must not be transformed. The weights keep their
-    dtype, which adds its own rounding. progress: called with the number of weights done after each stack. Returns the bytes of
+    dtype, which adds its own rounding. Returns the bytes of
     all expert weights as stored, and what `requantise` noted. Raises ValueError as it does, and for a site whose weights
     cannot be written back; sites before it are changed then.
     """
@@ -246,8 +244,6 @@ def requantise_model(
                 raise ValueError(f"{site.path} ({role}): {error}") from error
             stored += weight.numel() * done[role].bits / 8
             notes.add(done[role].note)
-            if progress is not None:
-                progress(weight.numel())
         _write_back(ExpertWeights(done["up"].weight, done["down"].weight, None, None), experts, site)
     return round(stored), notes - {""}
 

@@ -103,11 +103,11 @@ def _starred(point: dict | None, field: str, form: str) -> str:
     return NONE if point is None else cell(point[field], form) + _star(point)
 
 
-def notes(outcome: dict) -> list[str]:
-    """What the tables leave to be said: one line per remark, with the points that it is about."""
+def notes(outcome: dict, static: bool | None = None) -> list[str]:
+    """What the tables leave to be said: one line per remark, with its points; static: of static formats alone, or of others."""
     about: dict[str, list[str]] = {}
     for point in outcome["points"]:
-        if point["note"]:
+        if point["note"] and static in (None, point["budget"] is None):
             about.setdefault(point["note"], []).append("*" if point["budget"] is not None else point["allocation"])
     return [f"{', '.join(dict.fromkeys(names))}: {note}" for note, names in about.items()]
 

@@ -278,7 +278,7 @@ def test_eval_goes_on_where_it_stopped(run, encoded, texts, tmp_path, monkeypatc
     monkeypatch.setattr(storage, "load", None)  # nothing is left to do, so nothing is loaded
     monkeypatch.setattr(storage, "load_original", None)
     assert run(*arguments)[:2] == (0, out) and json.loads(out) == json.loads((tmp_path / "out" / "results.json").read_text())
-    check_failed(run(*arguments, "--max-tokens", 290), "results with text", "another --output-dir")
+    check_failed(run(*arguments, "--max-tokens", 290), "results of another text", "another --output-dir")
 
 
 def test_generate(run, encoded, source):

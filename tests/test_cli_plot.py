@@ -65,7 +65,7 @@ def test_bad_input_gives_one_sentence(run, folder, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "results.json").write_text("{")
     for arguments, words in (
-        ([tmp_path / "nowhere"], "nowhere holds no results.json: run `dpamoe eval … --output-dir"),
+        ([tmp_path / "nowhere"], "nowhere holds no results.json: give the --output-dir of a finished"),
         ([tmp_path / "file"], "file holds no results.json"),
         ([tmp_path / "damaged"], "results.json is not valid JSON"),
         ([folder, "--output-dir", tmp_path / "file"], "file is a file: name a folder"),

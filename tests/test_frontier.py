@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dpamoe
 from dpamoe import evaluate, frontier, storage, tasks
@@ -62,12 +63,15 @@ def test_points_do_not_depend_on_how_often_a_run_stopped(wanted, tmp_path):
     assert parts == whole  # the second run of two adds to what is there
 
 
-def test_another_model_under_the_same_name_is_noticed(wanted, source, tmp_path):
+def test_a_model_that_changed_is_noticed(wanted, source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "model")
     mine = dataclasses.replace(wanted, model=str(folder), budgets=(2.0,), baselines=())
     run(mine, tmp_path / "out")
     (folder / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds results with model .* choose another --output-dir"):
+    assert len(run(mine, tmp_path / "out")["points"]) == 1  # the same weights at another time
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(ValueError, match="holds results of another model; choose another --output-dir"):
         run(mine, tmp_path / "out")
 
 
@@ -92,9 +96,57 @@ def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
     assert again == outcome
 
 
+def test_a_reference_that_is_not_the_original(tiny_saved, wanted, source, random_model, tmp_path):
+    """Same shapes, other experts: everything would be measured, and nothing would mean a thing."""
+    other = shutil.copytree(source, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    for name in [name for name in tensors if ".experts.0." in name]:
+        tensors[name] = tensors[name].flip(0)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    mine = dataclasses.replace(wanted, model=str(tiny_saved), reference=str(other))
+    with pytest.raises(ValueError, match="other is not the model that .* holds .*give its original with --reference"):
+        run(mine, tmp_path / "out")
+    with pytest.raises(ValueError, match="is not the model that"):  # also with the log-probabilities kept from before
+        run(mine, tmp_path / "out")
+    random_model("qwen3_moe").save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / "small")
+    with pytest.raises(ValueError, match="knows 2048 tokens and its reference .* 128|ids up to"):
+        frontier.plan(dataclasses.replace(mine, reference=str(tmp_path / "small")))
+
+
+def test_a_model_without_experts(wanted, random_model, source, tmp_path):
+    random_model("llama", {"vocab_size": 2048}).save_pretrained(tmp_path / "dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path / "dense")
+    with pytest.raises(ValueError, match="no routed experts were found .* looks dense"):
+        run(dataclasses.replace(wanted, model=str(tmp_path / "dense")), tmp_path / "out")
+
+
+def test_groups_that_are_too_wide_are_noticed_before_the_reference_is_run(wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "measure_reference", None)
+    with pytest.raises(ValueError, match="group_size 1000 exceeds the 128 inputs"):
+        run(dataclasses.replace(wanted, spec=dpamoe.EncodeSpec(group_size=1000)), tmp_path / "out")
+
+
+def test_planes_are_counted_on_the_text_alone(wanted, tmp_path, monkeypatch):
+    def run_tasks(model, tokenizer, chosen, limit, batch_size):
+        model(input_ids=torch.full((5, 50), 9))
+        return {"accuracy": {"a": 0.25}, "stderr": {"a": 0.1}, "macro": 0.25}
+
+    monkeypatch.setattr(frontier, "run_tasks", run_tasks)
+    monkeypatch.setattr(frontier, "check_tasks", lambda names, folder: tasks.Chosen(dict.fromkeys(names)))
+    mine = dataclasses.replace(wanted, budgets=(4.0,), baselines=())
+    alone = run(mine, tmp_path / "a")["points"][0]
+    both = run(dataclasses.replace(mine, tasks=("a",)), tmp_path / "b")["points"][0]
+    assert both["histogram"] == alone["histogram"] and both["macro"] == 0.25
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
+        ({"include_path": "nowhere"}, "--include-path and --limit are for tasks"),
+        ({"limit": 5}, "--include-path and --limit are for tasks"),
         ({"budgets": (1.0,)}, "budget is 1.0 .* 2 to 8"),
         ({"budgets": (9.0,)}, "budget is 9.0"),
         ({"baselines": ("uniform", "q9_k")}, "q9_k"),

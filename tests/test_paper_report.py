@@ -38,7 +38,8 @@ def outcome():
         "ppl": 30.0, "macro": None,
     }  # fmt: skip
     return {
-        "frontier": frontier, "tasks": None, "cross_terms": [cross], "storage": [storage], "top_p": [top_p],
+        "frontier": frontier, "tasks": None, "cross_terms": [cross], "storage": [storage],
+        "top_p": {"rows": [top_p], "refused": None},
         "speed": {
             "rows": speeds, "prompts": 3, "prompt_tokens": 8, "new_tokens": 4, "compiled": False, "device": "CPU",
             "times": "wall",
@@ -71,20 +72,37 @@ def test_small_models_are_called_small(outcome):
 
 def test_figures_of_the_sections(outcome):
     text = paper_report.markdown("toy", outcome, FACTS, [])
-    assert "DPA over Uniform-k: 1.00 at k̄ = 2, 0.25 at k̄ = 4." in text
+    assert "KL of DPA over that of Uniform-k: 1.00 at k̄ = 2, 0.25 at k̄ = 4." in text
     assert "| 4 | 10.0 | 9.0 | -10.0% | 20.0 | 25.0 | +25.0% |" in text
     assert "| 4 | 0.250 | 0.500 | -50.0% |" in text and "| 2 | 1.000 | – | – |" in text
     assert "| 2 | 30.0% | 40.0% | 0.9990 | 0.9000 | 0.9800 | – |" in text
     assert "| 5 | 32 | 8 | 35 | 1,000 bytes | 1,500 bytes | +37.5% | +50.0% |" in text
     assert "| 0.25 | dpa | 1.50 | 4.00 | 0.500 | 0.30000 | 30.000 |" in text
-    assert "Not measured: `--tasks` names lm-eval tasks" in text and "Not measured: name them with `--baselines`" in text
+    assert "Not measured: `--tasks` names lm-eval tasks" in text and "Not measured: name them with `--static`" in text
 
 
 def test_size_at_equal_fidelity(outcome):
     """KL falls from .16 to .01 over 2 MB; .04 is half way in its logarithm: 3 MB do what Uniform-4 does with 4."""
     ((budget, uniform, dpa),) = paper_report.equal_fidelity(outcome["frontier"])
     assert (budget, uniform) == (4.0, 4_000_000) and dpa == pytest.approx(3_000_000)
-    assert "25.0% less than k = 4 (1.00 MB) of the whole model" in paper_report.markdown("toy", outcome, FACTS, [])
+    text = paper_report.markdown("toy", outcome, FACTS, [])
+    assert "For the KL of Uniform-k, the whole model with DPA needs 25.0% less than k = 4 (1.00 MB)." in text
+
+
+def test_where_dpa_is_worse_it_says_so(outcome):
+    points = {(p["allocation"], p["budget"]): p for p in outcome["frontier"]["points"]}
+    points["dpa", 4.0]["kl"], points["uniform", 4.0]["kl"] = 0.04, 0.02
+    outcome["frontier"]["points"].append(point("dpa", 8.0, 0.01, 8_000_000))
+    text = paper_report.markdown("toy", outcome, FACTS, [])
+    assert "2.00 at k̄ = 4" in text and "needs 50.0% more than k = 4 (2.00 MB)." in text
+
+
+def test_parts_without_numbers_are_left_out(outcome):
+    outcome["frontier"]["points"] = [p for p in outcome["frontier"]["points"] if p["allocation"] != "uniform"]
+    outcome["top_p"] = {"rows": [], "refused": "experts are chosen by masks"}
+    text = paper_report.markdown("toy", outcome, FACTS, [])
+    assert "over that of Uniform-k:" not in text and "For the KL" not in text and "no whole budget" in text
+    assert "Not measured: experts are chosen by masks." in text
 
 
 def test_tasks_with_full_precision_beside_them(outcome):

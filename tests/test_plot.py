@@ -324,7 +324,7 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
 
 def test_a_folder_without_results_is_told_from_a_damaged_one(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match="holds no results.json: run `dpamoe eval … --output-dir .*` first"):
+        with pytest.raises(ValueError, match="holds no results.json: give the --output-dir of a finished `dpamoe eval`"):
             plot.draw_all(folder)
     good = outcome([point("dpa", 4.0, 1, 0.1)])
     ragged = outcome([point("dpa", 4.0, 1, 0.1, histogram={"a": [[]], "b": [1]})])

@@ -18,12 +18,12 @@ def arguments(parser) -> None:
     wanted_flags(parser)
     parser.add_argument("--budgets", type=options.numbers, default=list(evaluate.BUDGETS), help="such as 2,2.5,3,4")
     parser.add_argument(
-        "--baselines", type=options.names, default=list(evaluate.REPORTED[1:]),
+        "--baselines", type=options.lower_names, default=list(evaluate.REPORTED[1:]),
         help=f"beside DPA, of {','.join(name for name in ALLOCATIONS if name != 'dpa')} and {','.join(static.FORMATS)}; "
         "none: DPA alone",
     )  # fmt: skip
-    parser.add_argument("--kl", action="store_true", help="measure KL; with neither --kl nor --ppl both are")
-    parser.add_argument("--ppl", action="store_true", help="measure perplexity")
+    parser.add_argument("--kl", action="store_true", help="measure KL and perplexity, as without these two flags")
+    parser.add_argument("--ppl", action="store_true", help="alone: perplexity without KL, which takes no space on disk")
     parser.add_argument(
         "--output-dir", type=Path, help="keep every finished point here; a run that was cut short goes on where it stopped"
     )
@@ -68,10 +68,12 @@ def run(args) -> dict:
     """Check all inputs before any long work, then score the reference, then every point."""
     if args.picture is not None:
         plot.check_folder(args.picture)
-    both = not args.kl and not args.ppl
-    plan = frontier.plan(
-        wanted(args, budgets=tuple(args.budgets), baselines=tuple(args.baselines), kl=args.kl or both, ppl=args.ppl or both)
-    )
+        if args.text is None:
+            raise ValueError("--picture draws KL against size: give --text FILE, or draw accuracy with `dpamoe plot`")
+    if (args.kl or args.ppl) and args.text is None:
+        raise ValueError("--kl and --ppl are measured on a text: give --text FILE")
+    kl = args.kl or not args.ppl
+    plan = frontier.plan(wanted(args, budgets=tuple(args.budgets), baselines=tuple(args.baselines), kl=kl))
     if args.output_dir is None:
         with tempfile.TemporaryDirectory(prefix="dpamoe-eval-") as scratch:
             outcome = frontier.run(plan, open_folder(Path(scratch), plan.settings))

@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         result = args.run(args)
         print(json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result), flush=True)
     except KeyboardInterrupt:
-        print("dpamoe: interrupted; nothing half-written was left under the output's name", file=sys.stderr)
+        print(
+            "dpamoe: interrupted; what was finished is kept, nothing half-written was left under the output's name",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:
         sys.stderr.close()

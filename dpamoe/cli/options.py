@@ -81,11 +81,16 @@ def counts(text: str) -> list[int]:
 
 
 def names(text: str) -> list[str]:
-    """A comma-separated list of names without repeats, in lower or upper case as given; "none" is the empty list."""
+    """A comma-separated list of names without repeats; "none" is the empty list."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as one,two")
     return [] if parts == ["none"] else list(dict.fromkeys(parts))
+
+
+def lower_names(text: str) -> list[str]:
+    """The same in lower case, for names such as Q4_K_M."""
+    return names(text.lower())
 
 
 def positive(text: str) -> int:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from dpamoe import frontier, measure, paper_report, plot, reproduce, tables
+from dpamoe import static as static_formats
 from dpamoe.api import logger
 from dpamoe.cli import evaluate, options
+from dpamoe.evaluate import BUDGETS
 
 NAME = "reproduce"
 HELP = "run all experiments of the paper on a model and write one report"
@@ -23,10 +25,8 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--output-dir", type=Path, required=True, help="where report and plots go; an earlier run goes on there"
     )
-    parser.add_argument("--budgets", type=options.numbers, default=list(frontier.Wanted("").budgets), help="such as 2,2.5,3,4")
-    parser.add_argument(
-        "--static", type=options.names, default=None, help=f"static formats, or none; default: {','.join(STATIC)}"
-    )
+    parser.add_argument("--budgets", type=options.numbers, default=list(BUDGETS), help="such as 2,2.5,3,4")
+    parser.add_argument("--static", type=options.lower_names, help=f"static formats, or none; default: {','.join(STATIC)}")
     parser.add_argument("--top-p", type=options.numbers, default=list(default.p), help="probabilities of top-p routing")
     parser.add_argument("--sequences", type=options.positive, default=default.sequences, help="speed: sequences of the text")
     parser.add_argument("--prompt-tokens", type=options.positive, default=default.prompt_tokens, help="speed: prompt length")
@@ -38,18 +38,20 @@ def run(args) -> dict:
     static = args.static if args.static is not None else (STATIC if find_spec("gguf") else ())
     if args.static is None and not static:
         logger.warning('static formats are left out, the package gguf is missing: pip install "dpamoe[eval]"')
+    static_formats.check_formats(static)
+    reproduce.check_folder(args.output_dir)
     with ExitStack() as stack:
         text = args.text
         if text is None:
             args.text = str(stack.enter_context(as_file(files("dpamoe.assets") / "text" / "heldout.txt")))
-        wanted = evaluate.wanted(args, budgets=tuple(args.budgets), baselines=(*frontier.Wanted("").baselines, *static))
+        wanted = evaluate.wanted(args, budgets=tuple(args.budgets), baselines=(*frontier.BASELINES, *static))
         experiments = reproduce.Experiments(tuple(args.top_p), args.sequences, args.prompt_tokens, args.new_tokens)
         plans = reproduce.plan(wanted, experiments)
         outcome = reproduce.run(plans, args.output_dir)
     drawn = [file for name in ("frontier", "tasks") if outcome[name] for file in plot.draw_all(args.output_dir / name)]
     names = [str(file.relative_to(args.output_dir)) for file in drawn]
     written = args.output_dir / "report.md"
-    report = paper_report.markdown(Path(args.model).name, outcome, _facts(args, plans, text), names)
+    report = paper_report.markdown(Path(args.model).resolve().name, outcome, _facts(args, plans, text), names)
     written.write_text(report, encoding="utf-8")
     return {"report": str(written), "plots": names, **outcome}
 
