@@ -271,6 +271,11 @@ def check_header(file: Path) -> dict[str, tuple[str, int]]:
     return {name: (entry["dtype"], entry["data_offsets"][1] - entry["data_offsets"][0]) for name, entry in entries.items()}
 
 
+def read_hashes(folder: str | Path) -> dict[str, str]:
+    """sha256 of tensors as they were written; empty for a folder that was written before there were any."""
+    return read_json(Path(folder) / INDEX, AGAIN).get("hashes", {})
+
+
 def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
     """Read the named tensors; ValueError if a file does not hold a tensor that the index puts there."""
     by_file: dict[str, list[str]] = {}

@@ -62,28 +62,52 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
     return plan, found
 
 
-def convert(job: Job) -> dict:
+def preview(job: Job, again: bool = False) -> dict:
+    """What `convert` would write and how much memory it would take; nothing is written. again: as in `convert`."""
+    plan, found = prepare(replace(job, source=Path(job.source)))
+    return {
+        "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
+        "memory": found.memory, "sites": len(plan.sketches), "experts": sum(sketch.experts for sketch in plan.sketches),
+        "refused": plan.refused,
+    }  # fmt: skip
+
+
+def convert(job: Job, again: bool = False) -> dict:
     """Encode one folder into another, streaming; returns what was encoded and written.
 
-    An interrupted run of the same settings goes on where it stopped. Raises ValueError, and OSError of the disk, with
-    nothing under the output's name.
+    An interrupted run of the same settings goes on where it stopped. again: a folder that is complete already, of the same
+    source and settings, is no error. Raises ValueError, and OSError of the disk, with nothing under the output's name.
     """
     job = replace(job, source=Path(job.source), out=Path(job.out).absolute())
-    if job.out.is_dir() and clear(job.out):
-        logger.info("%s is complete already", job.out)
-        return described(job.out, job.source)
-    checkpoint.check_new(job.out)
-    plan, found = prepare(job)
-    _say(plan, found)
-    with working_in(job.out, job.resume) as partial:
-        try:
-            _convert(job, plan, found, partial)
-        except OSError as error:
-            raise OSError(
-                f"{partial} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
-                "then run the same command again, which goes on where this one stopped"
-            ) from error
-    return described(job.out, job.source)
+    stopped_late = job.out.is_dir() and clear(job.out)
+    if not stopped_late and not (again and _is_result(job)):
+        checkpoint.check_new(job.out)
+        plan, found = prepare(job)
+        _say(plan, found)
+        with working_in(job.out, job.resume) as partial:
+            try:
+                refused = _convert(job, plan, found, partial)
+            except OSError as error:
+                raise OSError(
+                    f"{partial} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
+                    "then run the same command again, which goes on where this one stopped"
+                ) from error
+        return described(job, plan, refused)
+    logger.info("%s is complete already", job.out)
+    return described(job, outline(open_source(job.source), job.ignore), {})
+
+
+def _is_result(job: Job) -> bool:
+    """Whether the output folder is a checkpoint of this source with these settings."""
+    if not job.out.is_dir() or not checkpoint.is_encoded(job.out):
+        return False
+    held, _ = checkpoint.read_index(job.out)
+    wanted = {**job.spec.as_dict(), "default_budget": job.budget, "source": _relative_source(job)}
+    return all(held.get(name) == value for name, value in wanted.items())
+
+
+def _relative_source(job: Job) -> str:
+    return os.path.relpath(job.source.absolute(), job.out)
 
 
 def _say(plan: Outline, found: Forecast) -> None:
@@ -99,11 +123,12 @@ def _say(plan: Outline, found: Forecast) -> None:
             logger.warning("left out: %d tensors that %s, such as %s", len(names), kind, names[0])
 
 
-def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> None:
+def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> dict[str, str]:
+    """Do the work in a folder of our own, then give it its name; returns experts that were left alone, and why."""
     batches = calibration_batches(job, plan, partial)
     example = calibrate.example_batch(plan.model, None)
     journal = Journal(partial, settings(plan, job.spec, batches, job.device) | {"budget": job.budget})
-    shards = Shards(partial, found.room, journal.shards)
+    shards = Shards(partial, found.rooms, journal.shards)
     shards.recover()
     written = sum(shard["bytes"] for group in shards.state.values() for shard in group)
     free = shutil.disk_usage(partial).free
@@ -117,6 +142,7 @@ def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> None:
     stream(Work(plan, job.spec, [example, *batches], journal, shards, job.device))
     _put_in_place(job, plan, found, partial, journal, shards)
     finish(partial, job.out)
+    return {path: reason for unit in journal.units.values() for path, reason in unit["refused"].items()}
 
 
 def calibration_batches(job: Job, plan: Outline, partial: Path) -> list[calibrate.Batch]:
@@ -167,8 +193,7 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journ
         raise ValueError(f"none of the experts of {job.source} reproduced its own output, so nothing was encoded: report this")
     index = _place(partial, shards)
     unreached = {path: ids for unit in journal.units.values() for path, ids in unit["unreached"].items()}
-    source = os.path.relpath(job.source.absolute(), job.out)
-    held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), source, sites, unreached)
+    held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), _relative_source(job), sites, unreached)
     storage._copy_companions(job.source, partial)
     if getattr(plan.model, "generation_config", None) is not None:
         plan.model.generation_config.save_pretrained(partial)
@@ -222,21 +247,24 @@ def _check_size(partial: Path, found: Forecast, plan: Outline, sites: list[dict]
         logger.warning("the folder is not as large as predicted: look at `dpamoe inspect`")
 
 
-def described(out: Path, source: Path) -> dict:
+def described(job: Job, plan: Outline, refused: dict[str, str]) -> dict:
     """What a converted folder holds, as `dpamoe convert` reports it."""
-    folder = Path(out)
-    held, weight_map = checkpoint.read_index(folder)
+    held, weight_map = checkpoint.read_index(job.out)
     sites = [Site.from_dict(fields) for fields in held["sites"]]
-    sizes = checkpoint.tensor_bytes(folder, sorted(set(weight_map.values())))
+    sizes = checkpoint.tensor_bytes(job.out, sorted(set(weight_map.values())))
     weights = sum(site.weights for site in sites)
-    names = {name for name in checkpoint.expected_tensors(held) if not name.endswith(".residuals")}
-    planes = sum(sizes[name] for name in names if checkpoint.group_of(name).startswith("plane"))
-    fixed = sum(sizes[name] for name in names if checkpoint.group_of(name) == "base")
-    files = sum(file.stat().st_size for file in folder.iterdir())
-    budget = held["default_budget"]
+    encoded = {name for name in checkpoint.expected_tensors(held) if not name.endswith(".residuals")}
+    planes = sum(sizes[name] for name in encoded if checkpoint.group_of(name) != "base")
+    fixed = sum(sizes[name] for name in encoded if checkpoint.group_of(name) == "base")
+    replaced = tuple(f"{site.path}." for site in sites)
+    others = sum(plan.numbers_of(name) for name in plan.mapping.wanted if not name.startswith(replaced))
+    refused = {**plan.refused, **refused, **dict.fromkeys(plan.ignored, "ignored, as --ignore asks")}
     return {
-        "source": str(source), "output_dir": str(out), "bytes": files, "sites": len(sites),
-        "experts": sum(site.experts for site in sites), "budget": budget, "encoded_bytes": planes + fixed,
+        "source": str(job.source), "output_dir": str(job.out), "sites": len(sites),
+        "bytes": sum(file.stat().st_size for file in job.out.iterdir()), "experts": sum(site.experts for site in sites),
+        "experts_found": max(plan.experts, sum(site.experts for site in sites)), "budget": held["default_budget"],
+        "encoded_bytes": planes + fixed,
         "original_bytes": sum(site.weights * getattr(torch, site.dtype).itemsize for site in sites),
-        "bits_per_weight": 8 * (planes * budget / held["k_max"] + fixed) / weights, "unreached": held["unreached"],
+        "bits_per_weight": 8 * (planes * held["default_budget"] / held["k_max"] + fixed) / weights,
+        "expert_share": weights / (weights + others), "unreached": held["unreached"], "refused": refused,
     }  # fmt: skip

@@ -23,11 +23,11 @@ TOKENS_KEPT = 256
 
 @dataclass(frozen=True)
 class Forecast:
-    """bytes: of the folder; encoded: of planes, scales and offsets in it; room: header of each file; memory: at the peak."""
+    """bytes: of the folder; encoded: of planes, scales and offsets in it; rooms: for headers, by group; memory: at the peak."""
 
     bytes: int
     encoded: int
-    room: int
+    rooms: dict[str, int]
     memory: int
     layer: str
 
@@ -44,13 +44,12 @@ def forecast(plan: Outline, spec: EncodeSpec, companions: int) -> Forecast:
         for name, size in encoded_sizes(plan, sketch, spec).items():
             groups.setdefault(checkpoint.group_of(name), {})[f"{sketch.path}.{name}"] = size
             encoded += size if name.startswith(("gate_up_proj", "down_proj")) else 0
-    room = max(header_room(list(group)) for group in groups.values())
+    rooms = {name: header_room(list(group)) for name, group in groups.items()}
     data = {name: sum(group.values()) for name, group in groups.items()}
-    headers = header_room(list(groups["residuals"]))
-    headers += sum(room * (1 + size // checkpoint.SHARD_BYTES) for name, size in data.items() if name != "residuals")
+    headers = sum(rooms[name] * (1 + size // checkpoint.SHARD_BYTES) for name, size in data.items())
     texts = companions + _texts(plan, spec, [name for group in groups.values() for name in group])
     memory, layer = _memory(plan, spec)
-    return Forecast(sum(data.values()) + headers + texts, encoded, room, memory, layer)
+    return Forecast(sum(data.values()) + headers + texts, encoded, rooms, memory, layer)
 
 
 def rows_of(plan: Outline, sketch: Sketch, stack: Stack) -> int:

@@ -1,6 +1,7 @@
 """A model of a source folder without its weights, its routed experts, and the layers that hold them."""
 
 import fnmatch
+import math
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,7 +17,7 @@ class Outline:
     """What is known before any weight is read.
 
     sketches: routed experts that are to be encoded; refused: experts that cannot be, with the reason, and ignored ones.
-    layers: paths of the modules that are in memory one at a time.
+    layers: paths of the modules that are in memory one at a time. experts: how many were seen in all.
     """
 
     source: Source
@@ -26,6 +27,7 @@ class Outline:
     layers: list[str]
     refused: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    experts: int = 0
 
     @property
     def rest(self) -> list[str]:
@@ -35,14 +37,11 @@ class Outline:
 
     def bytes_of(self, names: list[str]) -> int:
         """Memory that these tensors take."""
-        return sum(_count(shape) * dtype.itemsize for shape, dtype in map(self.mapping.wanted.get, names))
+        return sum(self.numbers_of(name) * self.mapping.wanted[name][1].itemsize for name in names)
 
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    def numbers_of(self, name: str) -> int:
+        """How many numbers a tensor holds."""
+        return math.prod(self.mapping.wanted[name][0])
 
 
 def outline(source: Source, ignore: tuple[str, ...] = ()) -> Outline:
@@ -65,7 +64,7 @@ def outline(source: Source, ignore: tuple[str, ...] = ()) -> Outline:
     kept, ignored = _without_ignored(found, ignore)
     _check_extra(mapping, found, source)
     layers = layers_of(model, [sketch.path for sketch in found])
-    return Outline(source, model, mapping, kept, layers, refused, ignored)
+    return Outline(source, model, mapping, kept, layers, refused, ignored, sum(sketch.experts for sketch in sketches))
 
 
 def on_meta(source: Source) -> nn.Module:

@@ -20,18 +20,18 @@ NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-FIELDS_BYTES = 160  # room for dtype, shape and offsets of one tensor in a header
+FIELDS_BYTES, SPARE_BYTES = 112, 2048  # room in a header: dtype, shape and offsets of one tensor; tensors not foreseen
 
 
 class Shards:
     """Growing files of a folder, by group.
 
-    state: {group: [{"file", "bytes", "tensors": {name: {"dtype", "shape", "data_offsets"}}, "hashes"}]}, plain data. room:
-    bytes kept free for each file's header, the same in every run.
+    state: {group: [{"file", "bytes", "tensors": {name: {"dtype", "shape", "data_offsets"}}, "hashes"}]}, plain data. rooms:
+    bytes kept free for the header of each file of a group, the same in every run.
     """
 
-    def __init__(self, folder: Path, room: int, state: dict | None = None, shard_bytes: int = SHARD_BYTES):
-        self.folder, self.room, self.shard_bytes = folder, room, shard_bytes
+    def __init__(self, folder: Path, rooms: dict[str, int], state: dict | None = None, shard_bytes: int = SHARD_BYTES):
+        self.folder, self.rooms, self.shard_bytes = folder, rooms, shard_bytes
         self.state: dict[str, list[dict]] = state or {}
         self.touched: set[Path] = set()
 
@@ -43,7 +43,7 @@ class Shards:
                 file.unlink()
         for group, shards in self.state.items():
             for number, shard in enumerate(shards, 1):
-                file, length = self.folder / shard["file"], self.room + shard["bytes"]
+                file, length = self.folder / shard["file"], self.rooms[group] + shard["bytes"]
                 if not file.is_file() and self._final(group, number).is_file():
                     continue
                 found = file.stat().st_size if file.is_file() else 0
@@ -71,12 +71,12 @@ class Shards:
         file, start = self.folder / shard["file"], shard["bytes"]
         data = tensor.reshape(-1).view(torch.uint8).numpy() if size else b""
         with file.open("r+b" if file.exists() else "w+b", buffering=0) as handle:
-            handle.seek(self.room + start)
+            handle.seek(self.rooms[group] + start)
             view, done = memoryview(data), 0
             while done < size:
                 done += handle.write(view[done:])
             if not size:
-                handle.truncate(self.room + start)
+                handle.truncate(self.rooms[group] + start)
         self.touched.add(file)
         offsets = [start, start + size]
         shard["tensors"][name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -98,7 +98,7 @@ class Shards:
         """All tensors of a group that was not placed yet."""
         kinds, tensors = {name: dtype for dtype, name in NAMES.items()}, {}
         for shard in self.state.get(group, []):
-            data = (self.folder / shard["file"]).read_bytes()[self.room :]
+            data = (self.folder / shard["file"]).read_bytes()[self.rooms[group] :]
             for name, fields in shard["tensors"].items():
                 begin, end = fields["data_offsets"]
                 flat = torch.frombuffer(bytearray(data[begin:end]), dtype=kinds[fields["dtype"]])
@@ -118,25 +118,25 @@ class Shards:
                 file = self.folder / shard["file"]
                 final = self._final(group, number)
                 if not final.is_file():
-                    self._write_header(file, shard["tensors"])
+                    self._write_header(file, shard["tensors"], self.rooms[group])
                     file.rename(final)
                 weight_map |= dict.fromkeys(shard["tensors"], final.name)
-                sizes[final.name] = self.room + shard["bytes"]
+                sizes[final.name] = self.rooms[group] + shard["bytes"]
                 hashes |= shard["hashes"]
         sync(self.folder)
         return weight_map, sizes, hashes
 
-    def _write_header(self, file: Path, tensors: dict[str, dict]) -> None:
+    def _write_header(self, file: Path, tensors: dict[str, dict], room: int) -> None:
         content = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
-        if len(content) > self.room - 8:
-            raise ValueError(f"the header of {file} needs {len(content)} bytes, {self.room - 8} were kept: report this")
+        if len(content) > room - 8:
+            raise ValueError(f"the header of {file} needs {len(content)} bytes, {room - 8} were kept: report this")
         with file.open("r+b") as handle:
-            handle.write((self.room - 8).to_bytes(8, "little") + content.ljust(self.room - 8))
+            handle.write((room - 8).to_bytes(8, "little") + content.ljust(room - 8))
         file.chmod(0o644)
         sync(file)
 
 
 def header_room(names: list[str]) -> int:
     """Bytes to keep free for the header of a file that holds these tensors at most."""
-    room = 8 + 64 + sum(len(name.encode()) + FIELDS_BYTES for name in names)
+    room = 8 + SPARE_BYTES + sum(len(name.encode()) + FIELDS_BYTES for name in names)
     return -(-room // ALIGN) * ALIGN

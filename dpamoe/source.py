@@ -4,6 +4,7 @@ Quantised tensors appear under the name and with the shape of the plain weight t
 `weight_scale_inv`, mxfp4 `…_blocks` with `…_scales`.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,10 +153,7 @@ def _file_entries(file: Path) -> dict[str, Entry]:
         if fields["dtype"] not in DTYPES:
             raise ValueError(f"{file} holds {name} as {fields['dtype']}, which is not supported: use {', '.join(DTYPES)}")
         entry = Entry(file, fields["dtype"], tuple(fields["shape"]), start + begin, end - begin)
-        count = 1
-        for size in entry.shape:
-            count *= size
-        if count * DTYPES[entry.dtype].itemsize != entry.size or begin < 0:
+        if math.prod(entry.shape) * DTYPES[entry.dtype].itemsize != entry.size or begin < 0:
             raise ValueError(f"{file} gives {name} {entry.size} bytes for {entry.dtype} {list(entry.shape)}: {AGAIN}")
         entries[name] = entry
     return entries

@@ -127,7 +127,7 @@ def check_failed(outcome, *words):
     code, out, err = outcome
     assert (code, out) == (1, ""), err
     (line,) = err.splitlines()
-    assert re.match(r"dpamoe (convert|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line)
+    assert re.match(r"dpamoe (convert|verify|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line)
     assert all(word in line for word in words), line
     assert "Traceback" not in line
 
@@ -144,7 +144,7 @@ def test_convert_reports_what_it_encoded_and_wrote(converted):
     other = sum(
         t.numel() * 2 for name, t in load_file(out.parent / "source" / "model.safetensors").items() if ".experts." not in name
     )
-    assert 0 <= outcome["bytes"] - outcome["encoded_bytes"] - other <= 200_000
+    assert 0 <= outcome["bytes"] - outcome["encoded_bytes"] - other <= 220_000
     assert "Traceback" not in log and not list(out.parent.glob("*.partial"))
     # no terminal: one line per layer, with the time left
     assert re.findall(r"^dpamoe: encode (\d/4) (\S+) \([\d.]+ s, \d+ s left\)$", log, re.M) == [
@@ -492,7 +492,7 @@ def test_calibration_that_reaches_few_experts(run, source, tmp_path):
     "damage, words",
     [
         (lambda folder: (folder / "model-plane-2-00001-of-00001.safetensors").unlink(), ["plane-2", "is missing"]),
-        (lambda folder: os.truncate(folder / "model-plane-2-00001-of-00001.safetensors", 444_215), ["444215 bytes, 444216"]),
+        (lambda folder: os.truncate(folder / "model-plane-2-00001-of-00001.safetensors", 446_943), ["446943 bytes, 446944"]),
         (lambda folder: (folder / checkpoint.INDEX).unlink(), ["incomplete"]),
         (lambda folder: os.truncate(folder / checkpoint.INDEX, 700), [checkpoint.INDEX, "not valid JSON"]),
         (lambda folder: os.truncate(folder / "config.json", 700), ["config.json is not valid JSON"]),
