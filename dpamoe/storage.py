@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dpamoe import calibration as calibrate
-from dpamoe import checkpoint
+from dpamoe import checkpoint, origin
 from dpamoe.allocate import project
-from dpamoe.api import report, set_budget, warn_clamped
+from dpamoe.api import report, set_spend, warn_clamped
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.modules import encoded_experts
+from dpamoe.own_format import keep_own_format
 from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table, weight_error
 from dpamoe.progress import track
 from dpamoe.sites import ExpertWeights, Site, gather
@@ -64,12 +65,16 @@ def save(model: nn.Module, out: str | Path) -> Path:
     if blocks:
         raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
     first = next(iter(held.values()))
-    if len(first.gate_up_proj.plane.as_list()) < first.spec.k_max:
-        raise ValueError(f"the model was loaded with fewer than {first.spec.k_max} planes: load all of them to save it")
+    if first.held < first.spec.k_max:
+        raise ValueError(
+            f"the model holds {first.held} of {first.spec.k_max} planes, and was loaded with fewer than {first.spec.k_max} "
+            f"planes or resized: dpamoe.resize(model, {first.spec.k_max}) reads the others, then save it"
+        )
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
     config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    config.pop("_name_or_path", None)  # a path of this machine
+    for name in ("_name_or_path", "transformers_weights"):  # a path of this machine; where `hf` let transformers look
+        config.pop(name, None)
     config["architectures"] = [type(model).__name__]
     original = getattr(model, "dpamoe_source", source)  # of a model that was loaded: what its checkpoint names
     relative = None if original is None else os.path.relpath(original, out)
@@ -82,6 +87,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
         (folder / "README.md").write_text(_card(out.name, model), encoding="utf-8")
 
     checkpoint.write(model, out, config, extra)
+    origin.remember(model, out)
     return out
 
 
@@ -123,10 +129,21 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
         parent, _, name = site.path.rpartition(".")
         setattr(model.get_submodule(parent), name, checkpoint.build_experts(site, settings, tensors, planes))
     _fill(model, tensors, folder)
-    model.dpamoe_source = _recorded_source(folder, settings)
     model = model.to(device).eval()
-    set_budget(model, budget)
+    finish(model, folder, settings, budget)
     return model
+
+
+def finish(model: nn.Module, folder: Path, settings: dict, budget: float) -> None:
+    """Make a model whose tensors were just read from `folder` ready: what it spends, where it came from, how it is saved."""
+    for experts in encoded_experts(model).values():
+        experts.hold(experts.gate_up_proj.weight, experts.down_proj.weight)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.dpamoe_source = _recorded_source(folder, settings)
+    origin.remember(model, folder)
+    keep_own_format(model)
+    set_spend(model, budget=budget, scope=settings.get("budget_scope", "token"))
 
 
 def skeleton(folder: Path) -> nn.Module:
@@ -158,8 +175,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, such as {', '.join(missing[:4])}: convert again")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None) -> dict[str, list[int]]:
