@@ -199,8 +199,9 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journ
         plan.model.generation_config.save_pretrained(partial)
     (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")
     write_json(partial / "config.json", _config(plan.model) | {"quantization_config": held})
-    for leftover in [*partial.glob("*.growing"), *partial.glob("*.new"), partial / WRITTEN_TEXT]:
-        leftover.unlink(missing_ok=True)
+    for pattern in ("*.growing", "*.new", "*.partial", WRITTEN_TEXT):  # also of runs that were killed
+        for leftover in partial.glob(pattern):
+            leftover.unlink()
     write_json(partial / checkpoint.INDEX, index)
     _check_size(partial, found, plan, sites)
 

@@ -3,8 +3,9 @@
 On disk experts are often one tensor each, in memory one stacked parameter: it is allocated once and filled expert by expert.
 """
 
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -59,6 +60,7 @@ def make_mapping(model: nn.Module, source: Source) -> Mapping:
         raise ValueError(f"{source.folder} lacks {len(missing)} tensors of the model, such as {missing[0]}: {REMEDY}")
     for name in wanted:
         _check_experts(recipes[name], wanted[name][0], source)
+        _check_recipe(recipes[name], model, source, wanted)
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored = [name for name in extra if any(re.search(pattern, name) for pattern in patterns)]
     return Mapping(recipes, wanted, aliases, [name for name in extra if name not in ignored], ignored)
@@ -162,6 +164,20 @@ def _number(pattern: str, key: str) -> int:
     return int(match[1]) if match else -1
 
 
+def _check_recipe(recipe: Recipe, model: nn.Module, source: Source, wanted: dict) -> None:
+    """ValueError if the file tensors, by their headers alone, do not become what the config says."""
+
+    def shape_only(key: str) -> Tensor:
+        return torch.empty(source.tensors[key].shape, dtype=wanted[recipe.first][1], device="meta")
+
+    if recipe.converter is None:
+        (key,) = (key for keys in recipe.sources.values() for key in keys)
+        _check_shape(recipe.names[0], source.tensors[key].shape, wanted[recipe.names[0]][0], source)
+    elif expert_wise(recipe.converter):
+        for name, tensor in _convert(recipe, recipe.sources, model, shape_only).items():
+            _check_shape(name, tuple(tensor.shape), wanted[name][0], source)
+
+
 def expert_wise(converter) -> bool:
     """Whether a conversion stacks its tensors along the first dimension and otherwise leaves that dimension alone."""
     from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
@@ -192,12 +208,11 @@ def make_tensors(mapping: Mapping, model: nn.Module, source: Source, names: Iter
 def _make(mapping: Mapping, model: nn.Module, source: Source, recipe: Recipe) -> dict[str, Tensor]:
     keys = [key for group in recipe.sources.values() for key in group]
     if recipe.converter is None:
-        shape, dtype = mapping.wanted[recipe.names[0]]
-        _check_shape(recipe.names[0], source.tensors[keys[0]].shape, shape, source)
-        return {recipe.names[0]: source.read(keys[0], dtype)}
+        return {recipe.names[0]: source.read(keys[0], mapping.wanted[recipe.names[0]][1])}
+    dtype = mapping.wanted[recipe.first][1]
     if expert_wise(recipe.converter):
         return {recipe.first: _fill(mapping, model, source, recipe)}
-    made = _convert(recipe, recipe.sources, model, source, mapping.wanted[recipe.first][1])
+    made = _convert(recipe, recipe.sources, model, lambda key: source.read(key, dtype))
     for name, tensor in made.items():
         _check_shape(name, tuple(tensor.shape), mapping.wanted[name][0], source)
     return {name: tensor.to(mapping.wanted[name][1]) for name, tensor in made.items()}
@@ -209,23 +224,22 @@ def _fill(mapping: Mapping, model: nn.Module, source: Source, recipe: Recipe) ->
     result = torch.empty(shape, dtype=dtype)
     for start in range(0, shape[0], AT_A_TIME):
         part = {pattern: keys[start : start + AT_A_TIME] for pattern, keys in recipe.sources.items()}
-        (tensor,) = _convert(recipe, part, model, source, dtype).values()
-        _check_shape(recipe.first, tuple(tensor.shape)[1:], shape[1:], source)
+        (tensor,) = _convert(recipe, part, model, lambda key: source.read(key, dtype)).values()
         result[start : start + AT_A_TIME] = tensor
     return result
 
 
-def _convert(recipe: Recipe, keys: dict[str, list[str]], model: nn.Module, source: Source, dtype) -> dict[str, Tensor]:
+def _convert(recipe: Recipe, keys: dict[str, list[str]], model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Run transformers' conversion on some file tensors; ValueError if it fails."""
     converter = deepcopy(recipe.converter)
     for pattern, group in keys.items():
         for key in group:
-            converter.add_tensor(recipe.first, key, pattern, lambda key=key: source.read(key, dtype))
+            converter.add_tensor(recipe.first, key, pattern, functools.partial(read, key))
     try:
         made = converter.convert(recipe.first, model=model, config=model.config)
     except (RuntimeError, ValueError, KeyError, IndexError) as error:
-        names = [key for group in keys.values() for key in group]
-        raise ValueError(f"{recipe.first} could not be made of {names[0]} and others: {error}: {REMEDY}") from error
+        first = next(key for group in keys.values() for key in group)
+        raise ValueError(f"{recipe.first} could not be made of {first} and others: {error}: {REMEDY}") from error
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 

@@ -79,7 +79,7 @@ class Shards:
                 handle.truncate(self.rooms[group] + start)
         self.touched.add(file)
         offsets = [start, start + size]
-        shard["tensors"][name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        shard["tensors"][name] = {"data_offsets": offsets, "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
         shard["hashes"][name] = hashlib.sha256(data).hexdigest()
         shard["bytes"] += size
 
@@ -127,7 +127,8 @@ class Shards:
         return weight_map, sizes, hashes
 
     def _write_header(self, file: Path, tensors: dict[str, dict], room: int) -> None:
-        content = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+        in_order = dict(sorted(tensors.items(), key=lambda item: (item[1]["data_offsets"], item[0])))  # as JSON loses it
+        content = json.dumps({"__metadata__": {"format": "pt"}, **in_order}, separators=(",", ":")).encode()
         if len(content) > room - 8:
             raise ValueError(f"the header of {file} needs {len(content)} bytes, {room - 8} were kept: report this")
         with file.open("r+b") as handle:
