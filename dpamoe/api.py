@@ -62,7 +62,6 @@ def transform(
     check_budget(budget, spec.k_min, spec.k_max)
     with torch.inference_mode(False):
         _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original, spend)
-    keep_own_format(model)
     set_spend(model, budget=budget, fallback=fallback)
     return model
 
@@ -81,6 +80,7 @@ def _encode(
     batches = calibrate.calibration_batches(model, calibration, example)
     _encode_sites(model, findings, spec, batches, keep_original)
     model.dpamoe_refused, model.dpamoe_unfinished = findings.refused, False
+    keep_own_format(model)
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
 

@@ -5,6 +5,7 @@ folder by itself. Here it is led to one small file of it first; before weights a
 of files becomes what the wanted planes need.
 """
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from dpamoe.modules import encoded_experts
 from dpamoe.sites import Site
 from dpamoe.spec import check_budget
 
+logger = logging.getLogger("dpamoe")
 METHOD = "dpamoe"
 DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -48,6 +50,12 @@ class DpamoeQuantizer(HfQuantizer):
     """Builds encoded experts where transformers would load plain ones; a checkpoint is encoded before, never while loading."""
 
     requires_calibration = True
+
+    def validate_environment(self, *args, device_map=None, **rest) -> None:
+        """Say what accelerate leaves where it should not be, unless it is told otherwise."""
+        places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            logger.warning("layers are offloaded: encoded experts go with them only with offload_buffers=True")
 
     def update_attn_implementation(self, config):
         """The one hook, from transformers 5.18 on, that sees the config before weight files are looked for."""

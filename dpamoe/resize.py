@@ -1,7 +1,10 @@
 """Give the memory of planes back while a model is in use, and read them again."""
 
+import ctypes
+import sys
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from dpamoe import origin
@@ -38,6 +41,9 @@ def resize(model: nn.Module, k_max: int) -> nn.Module:
     made = {path: [_resized(experts, name, k_max, added) for name in WEIGHTS] for path, experts in held.items()}
     for path, experts in held.items():
         experts.hold(*made[path])
+    made.clear()
+    if k_max < present:
+        _give_back(first.k_max.device)
     if any(experts.spend.budget > k_max for experts in held.values()):
         budget = warn_clamped(max(experts.spend.budget for experts in held.values()), k_max)
         for experts in held.values():
@@ -66,3 +72,13 @@ def _extended(tensors: list[Tensor], name: str, k_max: int, added: dict[str, Ten
                 f"{tensors[0].dtype} {list(tensors[0].shape)}: the checkpoint is damaged, convert the model again"
             )
     return tensors[:k_max] + more
+
+
+def _give_back(device: torch.device) -> None:
+    """Return freed memory to the system; allocators keep it for themselves otherwise."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if trim is not None:
+            trim(0)

@@ -13,7 +13,7 @@ from dpamoe import checkpoint, origin
 from dpamoe.allocate import project
 from dpamoe.api import report, set_spend, warn_clamped
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.modules import encoded_experts
+from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.own_format import keep_own_format
 from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table, weight_error
 from dpamoe.progress import track
@@ -51,25 +51,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
     came from are copied. Raises ValueError if the model is not transformed, holds fewer planes than it was encoded with, has
     no config, or `out` exists.
     """
-    out = Path(out).absolute()
-    held = encoded_experts(model)
-    if not held:
-        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform before dpamoe.save")
-    if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
-        raise ValueError(
-            f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
-        )
-    if getattr(model, "dpamoe_unfinished", False):
-        raise ValueError("the model is encoded in part, since transform was interrupted: call dpamoe.transform again first")
-    blocks = [experts.site.path for experts in held.values() if experts.site.block]
-    if blocks:
-        raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
-    first = next(iter(held.values()))
-    if first.held < first.spec.k_max:
-        raise ValueError(
-            f"the model holds {first.held} of {first.spec.k_max} planes, and was loaded with fewer than {first.spec.k_max} "
-            f"planes or resized: dpamoe.resize(model, {first.spec.k_max}) reads the others, then save it"
-        )
+    out, first = Path(out).absolute(), _check_savable(model)
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
     config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
@@ -89,6 +71,29 @@ def save(model: nn.Module, out: str | Path) -> Path:
     checkpoint.write(model, out, config, extra)
     origin.remember(model, out)
     return out
+
+
+def _check_savable(model: nn.Module) -> EncodedExperts:
+    """The first encoded experts of a model; ValueError, with the reason, if it cannot be saved."""
+    held = encoded_experts(model)
+    if not held:
+        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform before dpamoe.save")
+    if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
+        )
+    if getattr(model, "dpamoe_unfinished", False):
+        raise ValueError("the model is encoded in part, since transform was interrupted: call dpamoe.transform again first")
+    blocks = [experts.site.path for experts in held.values() if experts.site.block]
+    if blocks:
+        raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
+    first = next(iter(held.values()))
+    if first.held < first.spec.k_max:
+        raise ValueError(
+            f"the model holds {first.held} of {first.spec.k_max} planes, and was loaded with fewer than {first.spec.k_max} "
+            f"planes or resized: dpamoe.resize(model, {first.spec.k_max}) reads the others, then save it"
+        )
+    return first
 
 
 def _copy_companions(source: Path | None, folder: Path) -> None:
