@@ -1,5 +1,6 @@
 """Convert model folders: check everything first, stream, put the result in place; one folder or many."""
 
+import json
 import logging
 import os
 import shutil
@@ -225,7 +226,8 @@ def _place(partial: Path, shards: Shards) -> dict[str, dict]:
 
 def _config(model: nn.Module) -> dict:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    config = {**model.config.to_dict(), "dtype": dtype, "architectures": [type(model).__name__]}
+    plain = json.loads(model.config.to_json_string(use_diff=False))  # its own way to write infinity
+    config = {**plain, "dtype": dtype, "architectures": [type(model).__name__]}
     for name in ("_name_or_path", "transformers_weights", "quantization_config"):
         config.pop(name, None)
     return config

@@ -85,7 +85,7 @@ def _texts(plan: Outline, spec: EncodeSpec, names: list[str]) -> int:
     """Bytes of config, index and card."""
     sites = [{**sketch.as_dict(), "path": sketch.path, "up_rows": 0, "weigh_input": False} for sketch in plan.sketches]
     settings = checkpoint.settings_of(spec, SpendSpec(), None, sites, {})
-    config = json.dumps({**plan.model.config.to_dict(), "quantization_config": settings}, indent=2, default=str)
+    config = plan.model.config.to_json_string(use_diff=False) + json.dumps({"quantization_config": settings}, indent=2)
     file = "model-plane-0-00001-of-00001.safetensors"
     index = {"weight_map": dict.fromkeys(names, file), "hashes": dict.fromkeys(names, "0" * 64)}
     return len(config) + len(json.dumps(index, indent=2)) + CARD_BYTES

@@ -180,15 +180,17 @@ def _check_recipe(recipe: Recipe, model: nn.Module, source: Source, wanted: dict
 
 def expert_wise(converter) -> bool:
     """Whether a conversion stacks its tensors along the first dimension and otherwise leaves that dimension alone."""
-    from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
+    from transformers import core_model_loading as theirs
 
+    swaps = theirs.Transpose
+    along = [getattr(theirs, name) for name in ("Concatenate", "Interleave") if hasattr(theirs, name)]  # 5.13 has one of them
     first, *others = converter.operations
-    if type(first) is not MergeModulelist or first.dim != 0 or len(converter.target_patterns) != 1:
+    if type(first) is not theirs.MergeModulelist or first.dim != 0 or len(converter.target_patterns) != 1:
         return False
     dims = [
-        (operation.dim0, operation.dim1) if type(operation) is Transpose else (operation.dim,)
+        (operation.dim0, operation.dim1) if type(operation) is swaps else (operation.dim,)
         for operation in others
-        if type(operation) in (Transpose, Concatenate, Interleave)
+        if type(operation) in (swaps, *along)
     ]
     return len(dims) == len(others) and all(dim >= 1 for pair in dims for dim in pair)
 

@@ -4,6 +4,7 @@ The calibration batches go through the model together, layer by layer. What is f
 a run that goes on sends the batches through the finished layers again, without encoding them.
 """
 
+import copy
 import hashlib
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -124,7 +125,7 @@ def _layer(work: Work, sweep: Sweep, layer: str, bar) -> None:
 def _encode_layer(work: Work, sweep: Sweep, layer: str, bar) -> None:
     model, mapping = work.plan.model, work.plan.mapping
     _check_finite(work, layer)
-    sites, refused = verified_sites(work.plan, layer, sweep.inputs)
+    sites, refused = verified_sites(work.plan, layer, copy.deepcopy(sweep.inputs))  # caches that it fills are its own
     for site in sites:
         check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), work.spec, site.path)
     sweep.first()
