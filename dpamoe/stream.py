@@ -4,7 +4,9 @@ The calibration batches go through the model together, layer by layer. What is f
 a run that goes on sends the batches through the finished layers again, without encoding them.
 """
 
+import contextlib
 import copy
+import ctypes
 import hashlib
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +25,7 @@ from dpamoe.passes import find
 from dpamoe.profile import TOKENS_PER_EXPERT, collecting
 from dpamoe.progress import track
 from dpamoe.shards import Shards
-from dpamoe.sites import Site, gather
+from dpamoe.sites import Site, all_finite, gather
 from dpamoe.spec import EncodeSpec
 from dpamoe.sweep import Sweep
 
@@ -120,6 +122,13 @@ def _layer(work: Work, sweep: Sweep, layer: str, bar) -> None:
             _encode_layer(work, sweep, layer, bar)
     finally:
         drop_part(plan.mapping, plan.model, names)
+        give_back()
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps that of each thread, which adds up over the batches."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _encode_layer(work: Work, sweep: Sweep, layer: str, bar) -> None:
@@ -168,10 +177,10 @@ def _check_finite(work: Work, layer: str) -> None:
     """ValueError, naming file and tensor, for a weight of a layer that is NaN or infinite."""
     for name in work.plan.mapping.below(layer):
         tensor = _held(work.plan.model, name)
-        if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+        if not tensor.is_floating_point() or all_finite(tensor):
             continue
         keys = [key for keys in work.plan.mapping.recipes[name].sources.values() for key in keys]
-        bad = next((key for key in keys if not bool(torch.isfinite(work.plan.source.read(key).float()).all())), keys[0])
+        bad = next((key for key in keys if not all_finite(work.plan.source.read(key))), keys[0])
         file = work.plan.source.tensors[bad].entries[0].file
         raise ValueError(f"{file} holds NaN or infinite weights in {bad}: repair the checkpoint or download it again")
 
