@@ -33,6 +33,7 @@ INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
 MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
+LARGEST_HEADER = 100_000_000  # that safetensors reads
 AGAIN = "copy it again from the source"
 
 
@@ -249,6 +250,8 @@ def read_header(file: Path) -> tuple[int, dict[str, dict]]:
     found = file.stat().st_size
     with file.open("rb") as handle:
         header = int.from_bytes(handle.read(8), "little")
+        if found < 8 + header < LARGEST_HEADER:
+            raise ValueError(f"{file} has {found} bytes, its header alone takes {8 + header}: it is truncated, copy it again")
         try:
             entries = json.loads(handle.read(min(header, found)))
             entries.pop("__metadata__", None)

@@ -127,7 +127,9 @@ def check_failed(outcome, *words):
     code, out, err = outcome
     assert (code, out) == (1, ""), err
     (line,) = err.splitlines()
-    assert re.match(r"dpamoe (convert|verify|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line)
+    assert re.match(
+        r"dpamoe (convert|verify|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line
+    )
     assert all(word in line for word in words), line
     assert "Traceback" not in line
 
@@ -583,7 +585,20 @@ def test_wrong_usage_ends_with_2(run, arguments, words):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0 and all(re.search(rf"^    {command.NAME}\b", out, re.M) for command in COMMANDS)
-    names = ["demo", "convert", "profile", "inspect", "eval", "plot", "reproduce", "generate", "tune", "bench", "doctor"]
+    names = [
+        "demo",
+        "convert",
+        "verify",
+        "profile",
+        "inspect",
+        "eval",
+        "plot",
+        "reproduce",
+        "generate",
+        "tune",
+        "bench",
+        "doctor",
+    ]
     assert [command.NAME for command in COMMANDS] == names
     for command in COMMANDS:
         code, out, _ = run(command.NAME, "--help")

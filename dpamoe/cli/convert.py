@@ -84,13 +84,7 @@ def _several(one, job: conversion.Job, sources: list[str]) -> dict:
 def show(outcome: dict) -> str:
     """What was encoded, and where it is; a table for several models."""
     if "models" in outcome:
-        rows = [
-            [Path(model["source"]).name, "failed", model["error"]] if model["failed"]
-            else [Path(model["source"]).name, "good", f"{model.get('bytes', model.get('predicted_bytes')):,} bytes"]
-            for model in outcome["models"]
-        ]  # fmt: skip
-        good = len(rows) - outcome["failed"]
-        return "\n".join([aligned(["model", "result", ""], rows), f"{good} of {len(rows)} models converted"])
+        return _table(outcome)
     if "predicted_bytes" in outcome:
         return (
             f"{outcome['experts']} experts in {outcome['sites']} sites; would write {outcome['predicted_bytes']:,} bytes, of "
@@ -106,3 +100,14 @@ def show(outcome: dict) -> str:
     lines += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
     lines += [f"left alone: {path}: {reason}" for path, reason in outcome["refused"].items()]
     return "\n".join(lines)
+
+
+def _table(outcome: dict) -> str:
+    rows, reasons = [], []
+    for model in outcome["models"]:
+        name = Path(model["source"]).name
+        size = "" if model["failed"] else f"{model.get('bytes', model.get('predicted_bytes')):,}"
+        rows.append([name, "failed" if model["failed"] else "good", size])
+        reasons += [f"{name}: {model['error']}"] if model["failed"] else []
+    good = len(rows) - outcome["failed"]
+    return "\n".join([aligned(["model", "result", "bytes"], rows), *reasons, f"{good} of {len(rows)} models converted"])
