@@ -128,7 +128,7 @@ def check_failed(outcome, *words):
     assert (code, out) == (1, ""), err
     (line,) = err.splitlines()
     assert re.match(
-        r"dpamoe (convert|verify|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line
+        r"dpamoe (plan|convert|verify|inspect|eval|plot|reproduce|generate|profile|tune|bench|demo|doctor): error: \S", line
     )
     assert all(word in line for word in words), line
     assert "Traceback" not in line
@@ -587,6 +587,7 @@ def test_help_names_every_command(run):
     assert code == 0 and all(re.search(rf"^    {command.NAME}\b", out, re.M) for command in COMMANDS)
     names = [
         "demo",
+        "plan",
         "convert",
         "verify",
         "profile",
