@@ -1,7 +1,7 @@
 """`save_pretrained` of a model with encoded experts, so that no caller of it writes weights that load as noise."""
 
+from functools import partial
 from pathlib import Path
-from types import MethodType
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from dpamoe.modules import encoded_experts
 def keep_own_format(model: nn.Module) -> None:
     """Let `model.save_pretrained` write what `load` reads; transformers' own would write a folder that loads as noise."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(save_pretrained, model)
+        model.save_pretrained = partial(save_pretrained, model)  # survives copying and pickling, as a method would not
 
 
 def save_pretrained(model: nn.Module, save_directory: str | Path, push_to_hub: bool = False, **options) -> None:

@@ -39,8 +39,8 @@ model = dpamoe.load("path/to/this/folder", budget={budget:g})
 dpamoe.set_budget(model, {lower:g})  # fewer planes per expert, at once, without loading again
 ```
 
-Experts of {sites} layers are encoded as {k_max} bitplanes (group size {group}, prefixes {k_min} to {k_max} decode). This is a
-dpamoe checkpoint: loaders that do not know the format find no weights in it and stop.
+Experts of {sites} layers are encoded as {k_max} bitplanes (group size {group}, prefixes {k_min} to {k_max} decode). Once
+dpamoe is imported, `AutoModelForCausalLM.from_pretrained` opens this folder too; without it no loader finds weights here.
 """
 
 

@@ -1,5 +1,7 @@
 """transformers opens encoded folders once dpamoe is imported: the same model as `dpamoe.load`, everywhere it is used."""
 
+import copy
+import io
 import json
 import shutil
 import subprocess
@@ -133,6 +135,16 @@ def test_save_pretrained_of_a_transformed_model_and_once_more(transformed, rando
     assert torch.equal(logits(again, random_ids(2, 24)), before)
     again.save_pretrained(tmp_path / "two", max_shard_size="1MB")
     assert checkpoint.read_index(tmp_path / "two")[1] == checkpoint.read_index(tmp_path / "one")[1]
+
+
+def test_copies_and_pickles_keep_the_format(tiny_saved, tmp_path):
+    model, stream = dpamoe.load(tiny_saved), io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for number, twin in enumerate((copy.deepcopy(model), torch.load(stream, weights_only=False))):
+        dpamoe.set_budget(twin, 3 + number)
+        twin.save_pretrained(tmp_path / str(number))
+        assert dpamoe.report(dpamoe.load(tmp_path / str(number))).budget == 3 + number
 
 
 def test_what_save_pretrained_refuses(tiny_saved, loaded, tmp_path):
@@ -349,3 +361,15 @@ print(dpamoe.report(AutoModelForCausalLM.from_pretrained(sys.argv[1])).experts)
     done = subprocess.run([sys.executable, "-c", code, str(tiny_saved)], capture_output=True, text=True, cwd=tiny_saved)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == dpamoe.report(dpamoe.load(tiny_saved)).experts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_layers_of_a_gpu_model_on_the_cpu(tiny_saved, loaded, split_map, offload_buffers):
+    places = {name: "cpu" if place == "disk" else 0 for name, place in split_map.items()}
+    model = opened(tiny_saved, device_map=places, offload_buffers=offload_buffers)
+    last = list(encoded_experts(model).values())[-1]
+    assert last.down_proj.plane.as_list()[0].is_meta == offload_buffers and last.spent.device.type == "cuda"
+    torch.testing.assert_close(logits(model, IDS.cuda()).cpu(), logits(loaded), rtol=0.05, atol=0.05)
+    assert dpamoe.stats(model)["mean_planes"] == 4

@@ -231,3 +231,23 @@ def test_the_system_gets_the_memory_back(random_encoded):
     before = psutil.Process().memory_info().rss
     dpamoe.resize(torch.nn.ModuleDict({"experts": experts}), 4)
     assert before - psutil.Process().memory_info().rss > 28 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_nothing_is_compiled_anew_and_memory_is_free(tiny_saved):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, ids = dpamoe.load(tiny_saved, 2, device="cuda"), IDS.cuda()
+    compiled = torch.compile(model, backend="dpamoe", fullgraph=True)
+    logits(compiled, ids)
+    gc.collect()
+    torch.cuda.synchronize()
+    before, size = torch.cuda.memory_allocated(), dpamoe.report(model).encoded_bytes
+    for k_max in (4, 8, 3):
+        dpamoe.resize(compiled, k_max)
+        torch.testing.assert_close(logits(compiled, ids), logits(model, ids), rtol=0.05, atol=0.05)
+    assert before - torch.cuda.memory_allocated() >= 0.9 * (size - dpamoe.report(model).encoded_bytes)
+    assert counters["stats"]["unique_graphs"] == 1
