@@ -72,9 +72,10 @@ class Source:
 
     def dtype(self) -> torch.dtype:
         """What the model computes in: as the config says, else the type of its first float weight."""
-        named = self.config.get("dtype") or self.config.get("torch_dtype")
-        if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
-            return getattr(torch, named)
+        for part in (self.config, self.config.get("text_config") or {}):
+            named = part.get("dtype") or part.get("torch_dtype")
+            if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
+                return getattr(torch, named)
         kinds = (stored.dtype for stored in self.tensors.values())
         return next((kind for kind in kinds if kind is not None and kind.is_floating_point), torch.bfloat16)
 

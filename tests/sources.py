@@ -115,3 +115,50 @@ def mxfp4(source: Path, folder: Path) -> tuple[Path, Path]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder by name."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def large(folder: Path, layers: int, stacked: bool, hidden: int = 1024, inner: int = 512, experts: int = 64) -> Path:
+    """A bf16 Qwen3-MoE, 0.2 GB a layer with these sizes, a file a layer; both layouts hold the same numbers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=512, hidden_size=hidden, moe_intermediate_size=inner, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, head_dim=64, num_experts=experts,
+        num_experts_per_tok=4, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    random, placed = torch.Generator().manual_seed(0), {}
+
+    def weight(*shape):
+        return (torch.randn(*shape, generator=random) * shape[-1] ** -0.5).bfloat16()
+
+    gate, up, down = weight(inner, hidden), weight(inner, hidden), weight(hidden, inner)
+    first = {"model.embed_tokens.weight": weight(512, hidden), "model.norm.weight": torch.ones(hidden).bfloat16()}
+    for layer in range(-1, layers):
+        tensors = (
+            first if layer < 0 else _large_layer(f"model.layers.{layer}.", layer, weight, (gate, up, down), experts, stacked)
+        )
+        file = f"model-{layer + 2:05}-of-{layers + 1:05}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        placed |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    return folder
+
+
+def _large_layer(prefix, layer, weight, base, experts, stacked):
+    hidden = base[0].shape[1]
+    shapes = {"q": (512, hidden), "k": (256, hidden), "v": (256, hidden), "o": (hidden, 512)}
+    tensors = {f"self_attn.{name}_proj.weight": weight(*shape) for name, shape in shapes.items()}
+    tensors |= {f"self_attn.{name}_norm.weight": torch.ones(64).bfloat16() for name in "qk"}
+    tensors |= {f"{name}_layernorm.weight": torch.ones(hidden).bfloat16() for name in ("input", "post_attention")}
+    tensors["mlp.gate.weight"] = weight(experts, hidden)
+    parts = [[matrix.roll(expert + 7 * layer, 0) for matrix in base] for expert in range(experts)]
+    if stacked:
+        tensors["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(part[:2]) for part in parts])
+        tensors["mlp.experts.down_proj"] = torch.stack([part[2] for part in parts])
+    else:
+        for expert, part in enumerate(parts):
+            names = ("gate_proj", "up_proj", "down_proj")
+            tensors |= {f"mlp.experts.{expert}.{name}.weight": own for name, own in zip(names, part, strict=True)}
+    return {prefix + name: tensor for name, tensor in tensors.items()}

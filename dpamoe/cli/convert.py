@@ -68,7 +68,8 @@ def _several(one, job: conversion.Job, sources: list[str]) -> dict:
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         raise ValueError(f"two of the models are called {double}, and so would their results be: convert one of them apart")
-    job.out.mkdir(exist_ok=True)
+    if one is conversion.convert:
+        job.out.mkdir(exist_ok=True)
     models = []
     for source, name in zip(sources, names, strict=True):
         own = replace(job, source=Path(source), out=job.out / name)
