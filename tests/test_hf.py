@@ -16,6 +16,8 @@ import dpamoe
 from dpamoe import checkpoint, hf
 from dpamoe.modules import encoded_experts
 
+SLOW = ("qwen2_moe", "olmoe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe")  # as far as loading goes, like others
+CASES = ["qwen3_moe", "deepseek_v3", "gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
 IDS = torch.randint(3, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -80,6 +82,7 @@ def test_the_same_model_as_load(tiny_saved, loaded):
     assert_same_model(model, loaded)
 
 
+@pytest.mark.parametrize("family", CASES)
 def test_every_family(family, transformed, random_ids, tmp_path):
     _, model = transformed(family)
     dpamoe.set_spend(model, budget=3.5, scope="dispatch")
