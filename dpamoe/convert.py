@@ -24,7 +24,7 @@ from dpamoe.shards import Shards
 from dpamoe.sites import Site
 from dpamoe.source import open_source
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
-from dpamoe.stream import Work, settings, stream
+from dpamoe.stream import Work, check_finite, settings, stream
 
 logger = logging.getLogger("dpamoe")
 WHOLE = 0.4  # of the memory that is free: a model that takes less is loaded whole to write its own calibration text
@@ -181,6 +181,7 @@ def _own_text(plan: Outline, device: str) -> list[calibrate.Batch]:
     names = list(plan.mapping.wanted)
     load_part(plan.mapping, plan.model, plan.source, names, device)
     try:
+        check_finite(plan, names)
         batches = calibrate.own_text(plan.model)
     finally:
         drop_part(plan.mapping, plan.model, names)

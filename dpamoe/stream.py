@@ -133,7 +133,7 @@ def give_back() -> None:
 
 def _encode_layer(work: Work, sweep: Sweep, layer: str, bar) -> None:
     model, mapping = work.plan.model, work.plan.mapping
-    _check_finite(work, layer)
+    check_finite(work.plan, mapping.below(layer))
     sites, refused = verified_sites(work.plan, layer, copy.deepcopy(sweep.inputs))  # caches that it fills are its own
     for site in sites:
         check_encodable(gather(model.get_submodule(site.path), site.layout, site.experts), work.spec, site.path)
@@ -173,15 +173,15 @@ def _held(model: nn.Module, name: str) -> Tensor:
     return module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
 
 
-def _check_finite(work: Work, layer: str) -> None:
-    """ValueError, naming file and tensor, for a weight of a layer that is NaN or infinite."""
-    for name in work.plan.mapping.below(layer):
-        tensor = _held(work.plan.model, name)
+def check_finite(plan: Outline, names: list[str]) -> None:
+    """ValueError, naming file and tensor, for a weight in memory that is NaN or infinite."""
+    for name in names:
+        tensor = _held(plan.model, name)
         if not tensor.is_floating_point() or all_finite(tensor):
             continue
-        keys = [key for keys in work.plan.mapping.recipes[name].sources.values() for key in keys]
-        bad = next((key for key in keys if not all_finite(work.plan.source.read(key))), keys[0])
-        file = work.plan.source.tensors[bad].entries[0].file
+        keys = [key for keys in plan.mapping.recipes[name].sources.values() for key in keys]
+        bad = next((key for key in keys if not all_finite(plan.source.read(key))), keys[0])
+        file = plan.source.tensors[bad].entries[0].file
         raise ValueError(f"{file} holds NaN or infinite weights in {bad}: repair the checkpoint or download it again")
 
 
