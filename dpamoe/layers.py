@@ -72,14 +72,14 @@ def on_meta(source: Source) -> nn.Module:
     import transformers
     from accelerate import init_empty_weights
 
-    config = transformers.AutoConfig.from_pretrained(source.folder)
-    name = str((config.architectures or [None])[0])
+    name = str((source.config.get("architectures") or [None])[0])
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise ValueError(
             f"{source.folder / 'config.json'} names architecture {name}, which transformers {transformers.__version__} lacks: "
             "models with code of their own are transformed in memory (dpamoe.transform)"
         )
+    config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False)  # ask nobody
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are read as plain ones
     with init_empty_weights(include_buffers=False):

@@ -41,3 +41,16 @@ def test_a_quantised_model_is_built_as_a_plain_one(random_model, tmp_path, metho
     empty = on_meta(open_source(folder))
     assert {name: p.shape for name, p in empty.named_parameters()} == {name: p.shape for name, p in model.named_parameters()}
     assert not hasattr(empty.config, "quantization_config")
+
+
+def test_code_of_its_own_is_neither_run_nor_asked_about(random_model, tmp_path, monkeypatch):
+    folder = sources.per_expert(random_model("qwen3_moe"), tmp_path / "source")
+    own = {"model_type": "of_nobody", "architectures": ["OwnForCausalLM"], "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    sources.change_config(folder, **own)
+    (folder / "own.py").write_text("raise SystemExit('was run')")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked"))
+    with pytest.raises(ValueError, match="names architecture OwnForCausalLM, .* transformed in memory"):
+        outline(open_source(folder))
+    sources.change_config(folder, architectures=["Qwen3MoeForCausalLM"])
+    with pytest.raises(ValueError, match="source"):
+        outline(open_source(folder))
