@@ -31,6 +31,7 @@ from dpamoe.spec import EncodeSpec, SpendSpec
 FORMAT_VERSION = 1
 INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
+JOURNAL = "dpamoe.journal.json"  # what a conversion under way has done, in the folder it writes
 MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
 LARGEST_HEADER = 100_000_000  # that safetensors reads
@@ -69,6 +70,8 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     """
     check_new(out)
     partial = _partial(out)
+    if (partial / JOURNAL).exists():
+        raise ValueError(f"{partial} holds an unfinished `dpamoe convert`: run that again to finish it, or delete the folder")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()

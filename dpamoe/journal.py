@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dpamoe.checkpoint import MARKER, check_new
+from dpamoe.checkpoint import JOURNAL, MARKER, check_new
 from dpamoe.files import read_json, sync, write_json
 
-JOURNAL = "dpamoe.journal.json"
 AGAIN = "start again with --no-resume"
 
 

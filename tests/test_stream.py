@@ -173,6 +173,15 @@ def test_a_source_that_changed_is_another(source, monkeypatch):
     convert.convert(Job(source, out, SPEC, resume=False))
 
 
+def test_saving_leaves_an_unfinished_conversion_alone(source, unbroken, monkeypatch, transformed):
+    out = folder(source, "saved over")
+    broken_run(source, out, monkeypatch)
+    with pytest.raises(ValueError, match="saved over.partial holds an unfinished `dpamoe convert`: run that again"):
+        dpamoe.save(transformed("qwen3_moe")[1], out)
+    convert.convert(Job(source, out, SPEC))
+    assert own(out) == unbroken
+
+
 def test_starting_again(source, unbroken, monkeypatch):
     out = folder(source, "again")
     broken_run(source, out, monkeypatch)
