@@ -89,6 +89,7 @@ class DpamoeQuantizer(HfQuantizer):
         checkpoint_files[:] = [str(self.folder / name) for name in files]  # the list that transformers reads from next
 
     def _process_model_after_weight_loading(self, model, **rest):
+        vars(model.config).pop("transformers_weights", None)
         for experts in encoded_experts(model).values():
             experts.spent.zero_()
         storage.finish(model, self.folder, self.settings, self.budget)

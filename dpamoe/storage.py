@@ -55,8 +55,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
     config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    for name in ("_name_or_path", "transformers_weights"):  # a path of this machine; where `hf` let transformers look
-        config.pop(name, None)
+    config.pop("_name_or_path", None)  # a path of this machine
     config["architectures"] = [type(model).__name__]
     original = getattr(model, "dpamoe_source", source)  # of a model that was loaded: what its checkpoint names
     relative = None if original is None else os.path.relpath(original, out)

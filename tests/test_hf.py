@@ -78,6 +78,7 @@ def test_the_same_model_as_load(tiny_saved, loaded):
     assert type(model) is type(loaded) and not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not hasattr(model.config, "transformers_weights") and model.config.quantization_config.get("k_max") == 8
     assert model.generation_config.eos_token_id == loaded.generation_config.eos_token_id
     assert_same_model(model, loaded)
 
