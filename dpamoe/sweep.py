@@ -1,9 +1,11 @@
 """Run a model over several batches at once, one layer at a time, so that only one layer needs to be in memory.
 
-Every batch runs in a thread of its own, which stops in front of each layer until it is told to go on. One thread runs at a
-time. What a model computes between its layers, and what it passes to them, is thus its own business.
+Every batch runs in a thread of its own, which stops at each layer until the layer's result is handed to it. One thread runs at
+a time. What a model computes between its layers, and what it passes to them, is thus its own business. Layers are computed in
+the thread of whoever sweeps, since each thread that computes would bring as many of its own as there are cores.
 """
 
+import functools
 import threading
 from collections.abc import Iterable
 
@@ -21,6 +23,7 @@ class _Run:
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict):
         self.at: str | None = None
         self.inputs: tuple[tuple, dict] = ((), {})
+        self.layer = self.result = None
         self.error: BaseException | None = None
         self.stopped = self.done = False
         self.go, self.arrived = threading.Semaphore(0), threading.Semaphore(0)
@@ -36,22 +39,29 @@ class _Run:
             pass
         except BaseException as error:  # handed to whoever waits for it
             self.error = error
-        self.at, self.inputs, self.done = None, ((), {}), True
+        self.at, self.layer, self.inputs, self.done = None, None, ((), {}), True
         self.arrived.release()
 
-    def wait_at(self, path: str, inputs: tuple[tuple, dict]) -> None:
-        """Called in the thread of the run, in front of a layer."""
-        self.at, self.inputs = path, inputs
+    def hand_over(self, path: str, layer, inputs: tuple[tuple, dict]):
+        """Called in the thread of the run, at a layer: wait for its result."""
+        self.at, self.layer, self.inputs = path, layer, inputs
         self.arrived.release()
         self.go.acquire()
-        self.inputs = ((), {})
         if self.stopped:
             raise _Stop
+        result, self.result = self.result, None
+        return result
 
     def advance(self) -> None:
-        """Let it run until it stands in front of the next layer, or is done. Raises what the model raises."""
+        """Compute the layer that it stands at, and let it run to the next one or to its end. Raises what the model raises."""
         if self.done:
             return
+        if self.layer is not None:
+            args, kwargs = self.inputs
+            with torch.no_grad():
+                self.result = self.layer(*args, **kwargs)
+            del args, kwargs
+            self.layer, self.inputs = None, ((), {})
         if not self.thread.is_alive():
             self.thread.start()
         self.go.release()
@@ -77,11 +87,10 @@ class Sweep:
     def __init__(self, model: nn.Module, layers: Iterable[str], batches: Iterable[tuple[tuple, dict]]):
         self.model, self.layers = model, list(layers)
         self.runs = [_Run(model, args, kwargs) for args, kwargs in batches]
-        self.hooks: list = []
 
     def __enter__(self) -> "Sweep":
         for path in self.layers:
-            self.hooks.append(self.model.get_submodule(path).register_forward_pre_hook(self._stop_at(path), with_kwargs=True))
+            self._watch(path, self.model.get_submodule(path))
         for run in self.runs:
             run.advance()
         return self
@@ -89,17 +98,18 @@ class Sweep:
     def __exit__(self, *exception) -> None:
         for run in self.runs:
             run.stop()
-        for hook in self.hooks:
-            hook.remove()
+        for path in self.layers:
+            self.model.get_submodule(path).__dict__.pop("forward", None)
 
-    def _stop_at(self, path: str):
-        def hook(module, args, kwargs):
+    def _watch(self, path: str, module: nn.Module) -> None:
+        compute = module.forward
+
+        def forward(*args, **kwargs):
             here = threading.current_thread()
             run = next((run for run in self.runs if run.thread is here), None)
-            if run is not None:
-                run.wait_at(path, (args, kwargs))
+            return compute(*args, **kwargs) if run is None else run.hand_over(path, compute, (args, kwargs))
 
-        return hook
+        module.forward = functools.wraps(compute)(forward)
 
     @property
     def at(self) -> str | None:

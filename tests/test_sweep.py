@@ -61,7 +61,21 @@ def test_only_the_layer_at_hand_runs():
         assert ran == ["layers.0"] * 2 and sweep.at == "layers.1"
     assert ran == ["layers.0"] * 2  # what was under way ended where it stood
     assert not any(run.thread.is_alive() for run in sweep.runs)
-    assert not model.layers[0]._forward_pre_hooks
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_layers_are_computed_by_whoever_sweeps():
+    model, threads = Chain(), set()
+    original = model.layers[1].forward
+    model.layers[1].forward = lambda x: (threads.add(threading.current_thread()), original(x))[1]
+    with Sweep(model, ["layers.0", "layers.2"], [((torch.ones(1, 4), 0), {})]) as sweep:
+        sweep.first()
+    assert threads == {sweep.runs[0].thread}  # no layer of the sweep
+    threads.clear()
+    with Sweep(model, PATHS, [((torch.ones(1, 4), 0), {})]) as sweep:
+        sweep.first()
+        sweep.first()
+    assert threads == {threading.current_thread()}
 
 
 def test_a_layer_that_runs_twice_is_met_twice():
