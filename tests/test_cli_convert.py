@@ -52,7 +52,8 @@ def test_several_models_one_of_them_broken(run, models, text):
     arguments = (*arguments, "--calibration", text, *FLAGS)
     code, out, err = run(*arguments)
     assert code == 1
-    assert "2 of 3 models converted" in out and "model.safetensors has 1000 bytes, its header alone takes" in out and "broken failed" in err
+    assert "2 of 3 models converted" in out and "broken failed" in err
+    assert "model.safetensors has 1000 bytes, its header alone takes" in out
     assert sorted(path.name for path in (models / "out").iterdir()) == ["first", "last"]
     assert dpamoe.report(dpamoe.load(models / "out" / "last")).experts == 64
     before = (models / "out" / "first" / checkpoint.INDEX).stat().st_mtime_ns
