@@ -14,6 +14,7 @@ from dpamoe import program
 from dpamoe.allocate import project
 from dpamoe.encode import check_encodable, encode
 from dpamoe.modules import EncodedExperts, encoded_experts, uniform_start
+from dpamoe.own_format import keep_own_format
 from dpamoe.passes import find, rewrite
 from dpamoe.profile import TOKENS_PER_EXPERT, Sample, record, residual_table
 from dpamoe.progress import track
@@ -79,6 +80,7 @@ def _encode(
     batches = calibrate.calibration_batches(model, calibration, example)
     _encode_sites(model, findings, spec, batches, keep_original)
     model.dpamoe_refused, model.dpamoe_unfinished = findings.refused, False
+    keep_own_format(model)
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
 
@@ -132,7 +134,8 @@ def no_sites(model: nn.Module, refused: list[Refusal]) -> str:
     return f"{message}: it looks dense, and only Mixture-of-Experts models can be transformed"
 
 
-def _held(model: nn.Module) -> dict[str, EncodedExperts]:
+def held_experts(model: nn.Module) -> dict[str, EncodedExperts]:
+    """All encoded experts of a model by module path. Raises ValueError if there are none."""
     held = encoded_experts(model)
     if not held:
         raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform or dpamoe.load first")
@@ -153,14 +156,14 @@ def set_spend(model: nn.Module, **changes) -> None:
     The fallback holds for the device that the experts are on now: set it again after moving them. Raises ValueError for a
     value out of its range, and for a fallback without measured costs; nothing is changed then.
     """
-    held = _held(model)
+    held = held_experts(model)
     unknown = changes.keys() - SpendSpec.__dataclass_fields__.keys()
     if unknown:
         raise TypeError(f"{', '.join(sorted(unknown))} is no setting: use {', '.join(SpendSpec.__dataclass_fields__)}")
     chosen = {path: replace(experts.spend, **changes) for path, experts in held.items()}
     for path, experts in held.items():
         check_budget(chosen[path].budget, experts.spec.k_min, int(experts.k_max))
-        uniform_start(experts.site, experts.spec, experts.residuals.device, chosen[path])
+        uniform_start(experts.site, experts.spec, experts.k_max.device, chosen[path])
     for path, experts in held.items():
         experts.set_spend(chosen[path])
 
@@ -168,7 +171,7 @@ def set_spend(model: nn.Module, **changes) -> None:
 @contextlib.contextmanager
 def spending_kept(model: nn.Module) -> Iterator[None]:
     """Whatever is spent inside the block, go back to the settings before."""
-    before = {path: experts.spend for path, experts in _held(model).items()}
+    before = {path: experts.spend for path, experts in held_experts(model).items()}
     try:
         yield
     finally:
@@ -217,7 +220,7 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """Say what a transformed model holds. Raises ValueError if it is not transformed."""
-    held = _held(model)
+    held = held_experts(model)
     weights = sum(experts.site.weights for experts in held.values())
     others = sum(parameter.numel() for parameter in model.parameters())
     original = sum(e.site.weights * getattr(torch, e.site.dtype).itemsize for e in held.values())
@@ -240,13 +243,13 @@ def report(model: nn.Module) -> Report:
 
 def expert_bytes(model: nn.Module, planes: float) -> float:
     """Bytes of all encoded experts at `planes` planes each, scales and offsets included."""
-    sizes = [experts.bytes_per_plane() for experts in _held(model).values()]
+    sizes = [experts.bytes_per_plane() for experts in held_experts(model).values()]
     return sum(fixed + planes * plane for plane, fixed in sizes)
 
 
 def bits_per_weight(model: nn.Module, planes: float) -> float:
     """Bits per expert weight at `planes` planes, scales and offsets included."""
-    return 8 * expert_bytes(model, planes) / sum(e.site.weights for e in _held(model).values())
+    return 8 * expert_bytes(model, planes) / sum(e.site.weights for e in held_experts(model).values())
 
 
 def stats(model: nn.Module, reset: bool = False) -> dict:
@@ -258,7 +261,7 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
     the same expert share them); sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if the
     model is not transformed.
     """
-    held = _held(model)
+    held = held_experts(model)
     counts = {path: experts.spent.tolist() for path, experts in held.items()}
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
     tokens = {path: sum(counts[path]) // experts.site.top_k for path, experts in held.items()}  # choices left out count as 0
@@ -303,7 +306,7 @@ def _bytes_read(experts: EncodedExperts, counts: list[int]) -> float:
 
 def revert(model: nn.Module) -> nn.Module:
     """Put the original experts back, in place. Raises ValueError unless they were kept (`keep_original=True`)."""
-    held = _held(model)
+    held = held_experts(model)
     for path, experts in held.items():
         if not experts.original:
             raise ValueError(f"the original experts of {path} were not kept: transform with keep_original=True")

@@ -40,8 +40,9 @@ def example_batch(model: nn.Module, example_inputs: tuple | dict | Tensor | None
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of the model's first parameter, or of its first buffer; CPU for a model without tensors."""
-    return next((t.device for part in (model.parameters(), model.buffers()) for t in part), torch.device("cpu"))
+    """Device of the model's first parameter, or of its first buffer; CPU for a model without tensors in memory."""
+    held = (t.device for part in (model.parameters(), model.buffers()) for t in part if not t.is_meta)
+    return next(held, torch.device("cpu"))
 
 
 def as_batch(model: nn.Module, inputs: tuple | dict | Tensor) -> Batch:

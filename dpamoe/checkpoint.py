@@ -9,6 +9,7 @@
 The index has a name of its own, so that a loader that does not know dpamoe finds no weights instead of making some up.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,13 +26,15 @@ from dpamoe.files import read_json, sync, write_json
 from dpamoe.kernels.layout import EncodedWeight, groups_of
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.sites import Site
-from dpamoe.spec import EncodeSpec
+from dpamoe.spec import EncodeSpec, SpendSpec
 
 FORMAT_VERSION = 1
 INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
+JOURNAL = "dpamoe.journal.json"  # what a conversion under way has done, in the folder it writes
 MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
+LARGEST_HEADER = 100_000_000  # that safetensors reads
 AGAIN = "copy it again from the source"
 
 
@@ -41,24 +44,22 @@ def tensor_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     groups: dict[str, dict[str, Tensor]] = {"base": {}}
     seen: set[tuple] = set()
     for name, tensor in model.state_dict().items():
-        path, _, rest = _split(name, held)
-        if path and rest == "residuals":
-            groups.setdefault("residuals", {})[name] = tensor
-        elif path and rest.split(".")[-2:-1] in (["plane"], ["scale"]):
-            groups.setdefault(f"plane-{rest.split('.')[-1]}", {})[name] = tensor
-        else:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            if tensor.numel() == 0 or key not in seen:  # tied weights are written once
-                groups["base"][name] = tensor
+        path = next((path for path in held if name.startswith(path + ".")), None)
+        group = "base" if path is None else group_of(name.removeprefix(path + "."))
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if group != "base" or tensor.numel() == 0 or key not in seen:  # tied weights are written once
+            groups.setdefault(group, {})[name] = tensor
+        if group == "base":
             seen.add(key)
     return groups
 
 
-def _split(name: str, held: dict[str, EncodedExperts]) -> tuple[str, str, str]:
-    for path in held:
-        if name.startswith(path + "."):
-            return path, ".", name[len(path) + 1 :]
-    return "", "", name
+def group_of(name: str) -> str:
+    """The file group of a tensor of encoded experts, by its name inside the module."""
+    if name == "residuals":
+        return "residuals"
+    *_, kind, number = ("", *name.split("."))
+    return f"plane-{number}" if kind in ("plane", "scale") else "base"
 
 
 def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], None]) -> None:
@@ -69,11 +70,13 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     """
     check_new(out)
     partial = _partial(out)
+    if (partial / JOURNAL).exists():
+        raise ValueError(f"{partial} holds an unfinished `dpamoe convert`: run that again to finish it, or delete the folder")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
     (partial / MARKER).touch()
-    index: dict[str, dict] = {"metadata": {"format": "dpamoe", "version": FORMAT_VERSION}, "weight_map": {}, "files": {}}
+    index = new_index()
     for group, tensors in tensor_groups(model).items():
         _write_group(partial, group, tensors, index)
     write_json(partial / "config.json", config)
@@ -85,6 +88,20 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     sync(partial)
     partial.rename(out)
     sync(out.parent)
+
+
+def new_index() -> dict[str, dict]:
+    """An index without tensors: weight_map (tensor -> file), files (file -> bytes), hashes (tensor -> sha256 of its data).
+
+    Residual tables have no hash: `dpamoe profile` replaces them in one step.
+    """
+    return {"metadata": {"format": "dpamoe", "version": FORMAT_VERSION}, "weight_map": {}, "files": {}, "hashes": {}}
+
+
+def sha256(tensor: Tensor) -> str:
+    """Hash of a tensor's data as a file holds it."""
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(data.view(torch.uint8).numpy() if data.numel() else b"").hexdigest()
 
 
 def check_new(out: Path) -> None:
@@ -121,21 +138,32 @@ def _write_group(folder: Path, group: str, tensors: dict[str, Tensor], index: di
         (folder / file).chmod(0o644)
         index["weight_map"] |= dict.fromkeys(shard, file)
         index["files"][file] = (folder / file).stat().st_size
+        if group != "residuals":  # which are measured anew at will
+            index["hashes"] |= {name: sha256(tensor) for name, tensor in shard.items()}
 
 
 def quantization_config(model: nn.Module, budget: float, source: str | None) -> dict:
     """The quantization_config of a transformed model (design: Hugging Face conventions). source: a relative path or None."""
     held = encoded_experts(model)
     first = next(iter(held.values()))
+    sites = [experts.site.as_dict() for experts in held.values()]
+    unreached = {path: experts.unreached for path, experts in held.items() if experts.unreached}
+    return settings_of(first.spec, SpendSpec(budget=budget, scope=first.spend.scope), source, sites, unreached)
+
+
+def settings_of(
+    spec: EncodeSpec, spend: SpendSpec, source: str | None, sites: list[dict], unreached: dict[str, list[int]]
+) -> dict:  # fmt: skip
+    """A quantization_config of its parts; sites as dictionaries."""
     return {
         "quant_method": "dpamoe",
         "version": FORMAT_VERSION,
-        **first.spec.as_dict(),
-        "default_budget": budget,
-        "budget_scope": first.spend.scope,
+        **spec.as_dict(),
+        "default_budget": spend.budget,
+        "budget_scope": spend.scope,
         "source": source,
-        "sites": [experts.site.as_dict() for experts in held.values()],
-        "unreached": {path: experts.unreached for path, experts in held.items() if experts.unreached},
+        "sites": sites,
+        "unreached": unreached,
     }
 
 
@@ -217,21 +245,41 @@ def tensor_bytes(folder: str | Path, files: Iterable[str]) -> dict[str, int]:
     return {name: size for file in files for name, (_, size) in check_header(Path(folder) / file).items()}
 
 
-def check_header(file: Path) -> dict[str, tuple[str, int]]:
-    """Dtype and bytes of each tensor in a safetensors file; ValueError, with both sizes, unless it is as long as it says."""
+def read_header(file: Path) -> tuple[int, dict[str, dict]]:
+    """Where the data of a safetensors file starts, and dtype, shape and data_offsets of each tensor.
+
+    Raises ValueError, with both sizes, unless the file is as long as its header says.
+    """
     found = file.stat().st_size
     with file.open("rb") as handle:
         header = int.from_bytes(handle.read(8), "little")
+        if found < 8 + header < LARGEST_HEADER:
+            raise ValueError(f"{file} has {found} bytes, its header alone takes {8 + header}: it is truncated, copy it again")
         try:
             entries = json.loads(handle.read(min(header, found)))
             entries.pop("__metadata__", None)
             end = 8 + header + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-            held = {name: (entry["dtype"], int.__sub__(*entry["data_offsets"][::-1])) for name, entry in entries.items()}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            complete = all(
+                len(entry["data_offsets"]) == 2 and entry["dtype"] and "shape" in entry for entry in entries.values()
+            )
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{file} has no readable safetensors header: copy it again") from error
+    if not complete:
+        raise ValueError(f"{file} has no readable safetensors header: copy it again")
     if end != found:
         raise ValueError(f"{file} has {found} bytes, its header describes {end}: it is truncated or padded, copy it again")
-    return held
+    return 8 + header, entries
+
+
+def check_header(file: Path) -> dict[str, tuple[str, int]]:
+    """Dtype and bytes of each tensor in a safetensors file; ValueError as in `read_header`."""
+    _, entries = read_header(file)
+    return {name: (entry["dtype"], entry["data_offsets"][1] - entry["data_offsets"][0]) for name, entry in entries.items()}
+
+
+def read_hashes(folder: str | Path) -> dict[str, str]:
+    """sha256 of tensors as they were written; empty for a folder that was written before there were any."""
+    return read_json(Path(folder) / INDEX, AGAIN).get("hashes", {})
 
 
 def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Tensor]:
@@ -310,7 +358,7 @@ def write_residuals(folder: Path, tables: dict[str, Tensor], unreached: dict[str
     partial = folder / (RESIDUALS + ".partial")
     save_file({name: table.contiguous() for name, table in tables.items()}, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = read_json(folder / INDEX, AGAIN)
     if partial.stat().st_size != index["files"][RESIDUALS]:
         partial.unlink()
         raise ValueError(f"the new residual tables do not have the shape of those in {folder}: convert the model again")

@@ -3,8 +3,8 @@
     import dpamoe.harness
     lm_eval.simple_evaluate(model="dpamoe", model_args="pretrained=FOLDER,budget=3.5", tasks=["arc_easy"])
 
-The stock `lm_eval` command imports nothing of ours, so there the name stays unknown. lm-eval's own model "hf" refuses an
-encoded folder (unknown quantization type) before it reads a weight.
+The stock `lm_eval` command imports nothing of ours, so there the name stays unknown, and its model "hf" refuses an encoded
+folder (unknown quantization type) before it reads a weight. In a process that has imported dpamoe, "hf" opens it as well.
 """
 
 import copy

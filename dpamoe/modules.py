@@ -1,6 +1,7 @@
 """The modules that stand in a transformed model: encoded experts behind an untouched router."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,43 @@ from dpamoe.spec import EncodeSpec, SpendSpec
 
 
 class TensorList(nn.Module):
-    """Tensors under the names 0, 1, 2, … so that the checkpoint calls them plane.0, plane.1, …"""
+    """Tensors under the names 0, 1, 2, … so that the checkpoint calls them plane.0, plane.1, …
+
+    Behind those that are held there may be stand-ins: tensors of the same shape over the memory of the first one, in no
+    state_dict, that are never read. A compiled graph takes the whole list, so that dropping planes recompiles nothing.
+    """
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()
+        self.held = len(tensors)
         for position, tensor in enumerate(tensors):
             self.register_buffer(str(position), tensor)
 
     def as_list(self) -> list[Tensor]:
-        """The tensors in order."""
+        """The tensors held, in order."""
+        return list(self._buffers.values())[: self.held]
+
+    def forward(self) -> list[Tensor]:
+        """The tensors held, then the stand-ins; called, not read, so that hooks of offloading bring the tensors first."""
         return list(self._buffers.values())
+
+    def hold(self, tensors: list[Tensor], count: int) -> None:
+        """Hold these tensors, and stand-ins for the rest of `count`; none while accelerate has the numbers elsewhere."""
+        first, self.held = tensors[0], len(tensors)
+        count = self.held if first.is_meta else count
+        for position in range(count):
+            stand_in = position >= self.held
+            tensor = first.new_empty(0).set_(first) if stand_in else tensors[position]
+            self.register_buffer(str(position), tensor, persistent=not stand_in)
+
+    def _apply(self, fn, recurse=True):
+        count, held = len(self._buffers), self.as_list()
+        for position in range(self.held, count):  # each would become a copy of its own
+            del self._buffers[str(position)]
+        moved = super()._apply(fn, recurse)
+        if count > len(held):
+            self.hold(self.as_list(), count)
+        return moved
 
 
 class EncodedTensor(nn.Module):
@@ -46,10 +74,20 @@ class EncodedTensor(nn.Module):
 
     @property
     def weight(self) -> EncodedWeight:
-        """The tensors as the kernels take them."""
+        """The tensors held, as the kernels take them."""
         scales = self.scale.as_list() if self.unit is None else [self.scale]
-        planes = self.plane.as_list()
-        return EncodedWeight(planes, scales, self.offset, self.unit, self.in_features, self.group_size)
+        return EncodedWeight(self.plane.as_list(), scales, self.offset, self.unit, self.in_features, self.group_size)
+
+    def forward(self) -> EncodedWeight:
+        """As `weight`, with the stand-ins of dropped planes; see `TensorList`."""
+        scales = self.scale() if self.unit is None else [self.scale]
+        return EncodedWeight(self.plane(), scales, self.offset, self.unit, self.in_features, self.group_size)
+
+    def hold(self, planes: list[Tensor], scales: list[Tensor], count: int) -> None:
+        """Hold these planes, and stand-ins for the rest of `count`; tied scales stay as they are."""
+        self.plane.hold(planes, count)
+        if self.unit is None:
+            self.scale.hold(scales, count)
 
 
 class EncodedExperts(nn.Module):
@@ -77,7 +115,7 @@ class EncodedExperts(nn.Module):
         self.register_buffer("residuals", residuals)
         self.register_buffer("table", residuals, persistent=False)
         self.convex = False  # until a table is chosen
-        self.register_buffer("uniform_table", None, persistent=False)
+        self.register_buffer("uniform_table", residuals, persistent=False)  # never None, which accelerate cannot move
         self.uniform_from: int | None = None
         self.register_buffer("budget", torch.full((), float(len(up.planes)), device=device), persistent=False)
         self.register_buffer("k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False)
@@ -91,11 +129,14 @@ class EncodedExperts(nn.Module):
         With the fallback "uniform", calls of `uniform_from` tokens or more give every expert the same planes; see
         `uniform_start`, whose ValueError leaves everything as it was.
         """
-        start = uniform_start(self.site, self.spec, self.residuals.device, spend)
+        start = uniform_start(self.site, self.spec, self.k_max.device, spend)
         self.spend, self.uniform_from = spend, start
         self.budget.fill_(spend.budget)
-        self._set_table()
-        self.uniform_table = None if start is None else allocation_table(self.residuals, "uniform", self.spec.k_min)
+        with _brought(self):
+            self._set_table()
+            self.uniform_table = self.table
+            if start is not None:
+                self.uniform_table = allocation_table(self.residuals, "uniform", self.spec.k_min)
 
     def set_residuals(self, residuals: Tensor) -> None:
         """Replace the residual table, fp32 [E, C + 1]."""
@@ -141,7 +182,7 @@ class EncodedExperts(nn.Module):
         return (self._fused if self.site.fused else self._in_steps)(rows, index, weights, chunks)
 
     def _fused(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
-        up, down = self.gate_up_proj.weight, self.down_proj.weight
+        up, down = self.gate_up_proj(), self.down_proj()
         return torch.ops.dpamoe.expert_ffn(
             rows, index, weights, chunks,
             up.planes, up.scales, up.offset, up.unit, self.up_bias,
@@ -153,9 +194,9 @@ class EncodedExperts(nn.Module):
         """Activations that no kernel fuses stay plain torch between the two matmuls, so that a compiler sees them."""
         gates = weights.float().masked_fill((index < 0) | (index >= self.site.experts), 0.0)[..., None]
         x = rows.float()[:, None] * gates if self.site.weigh_input else rows.float()
-        inner = self._matmul(x, index, chunks, self.gate_up_proj.weight, self.up_bias)
+        inner = self._matmul(x, index, chunks, self.gate_up_proj(), self.up_bias)
         inner = self.activation(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
-        result = self._matmul(inner, index, chunks, self.down_proj.weight, self.down_bias)
+        result = self._matmul(inner, index, chunks, self.down_proj(), self.down_bias)
         if self.post is not None:
             result = self.post(result.flatten(0, 1)).view(result.shape)
         return (result if self.site.weigh_input else result * gates).sum(1).to(rows.dtype)
@@ -169,6 +210,17 @@ class EncodedExperts(nn.Module):
     def one_k(self) -> bool:
         """Whether all pairs of an expert in a call read equally many planes."""
         return self.spend.scope == "dispatch" and self.spend.fallback is None  # a uniform 3.5 is 3 here and 4 there
+
+    @property
+    def held(self) -> int:
+        """Planes in memory."""
+        return self.gate_up_proj.plane.held
+
+    def hold(self, up: EncodedWeight, down: EncodedWeight) -> None:
+        """Hold the planes of these weights alone, and stand-ins for the rest of what was encoded; the budget stays."""
+        for encoded, weight in ((self.gate_up_proj, up), (self.down_proj, down)):
+            encoded.hold(weight.planes, weight.scales, self.spec.k_max)
+        self.k_max.fill_(self.held)
 
     def encoded_bytes(self) -> int:
         """Bytes of planes, scales and offsets held now."""
@@ -190,6 +242,15 @@ class EncodedExperts(nn.Module):
             return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
 
         return super()._apply(move, recurse)
+
+
+def _brought(experts: EncodedExperts) -> AbstractContextManager:
+    """Inside the block the residual table is in memory, also if accelerate offloads it between two calls."""
+    if not (experts.residuals.is_meta and hasattr(experts, "_hf_hook")):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(experts)
 
 
 def layer_shape(site: Site, spec: EncodeSpec) -> paths.Shape:

@@ -3,7 +3,8 @@
 R[e, k] = mean over tokens of |f_e(x) - f_e^(k)(x)|^2 for the whole expert FFN, gate-free (DPA-MoE, section 3.2).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +73,17 @@ def record(model: nn.Module, sites: list[Site], batches: Iterable[tuple[tuple, d
 
     Tokens go where the router sends them: no expert is force-fed.
     """
+    with collecting(model, sites, limit) as samples, evaluating(model), torch.no_grad():
+        for args, kwargs in batches:
+            model(*args, **kwargs)
+            if all(sample.full() for sample in samples.values()):
+                break
+    return samples
+
+
+@contextmanager
+def collecting(model: nn.Module, sites: list[Site], limit: int) -> Iterator[dict[str, Sample]]:
+    """Keep what reaches each site while the model runs inside the block, up to `limit` tokens for an expert; by path."""
     samples = {site.path: Sample(site.experts, limit, site.masked) for site in sites}
     hooks = []
     for site in sites:
@@ -81,15 +93,10 @@ def record(model: nn.Module, sites: list[Site], batches: Iterable[tuple[tuple, d
         hooks += [_watch_scores(child, site.experts, latest) for child in parent.children() if child is not experts]
         hooks.append(experts.register_forward_pre_hook(_collector(samples[site.path], latest)))
     try:
-        with evaluating(model), torch.no_grad():
-            for args, kwargs in batches:
-                model(*args, **kwargs)
-                if all(sample.full() for sample in samples.values()):
-                    break
+        yield samples
     finally:
         for hook in hooks:
             hook.remove()
-    return samples
 
 
 def _watch_scores(child: nn.Module, experts: int, latest: list[Tensor]):

@@ -123,6 +123,11 @@ class ExpertWeights:
     down_bias: Tensor | None
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no number is NaN or infinite; looked at in parts, so that it takes no memory."""
+    return all(bool(torch.isfinite(part).all()) for part in tensor.detach().flatten().split(1 << 22))
+
+
 def chosen(mask: Tensor) -> Tensor:
     """Expert ids [T, A] of a one-hot mask [T, A, E]; E, the padding id, where nothing is chosen."""
     mask = mask.flatten(0, -3)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dpamoe import calibration as calibrate
-from dpamoe import checkpoint
+from dpamoe import checkpoint, origin
 from dpamoe.allocate import project
-from dpamoe.api import report, set_budget, warn_clamped
+from dpamoe.api import report, set_spend, warn_clamped
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.modules import encoded_experts
+from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.own_format import keep_own_format
 from dpamoe.profile import TOKENS_PER_EXPERT, record, residual_table, weight_error
 from dpamoe.progress import track
 from dpamoe.sites import ExpertWeights, Site, gather
@@ -38,8 +39,8 @@ model = dpamoe.load("path/to/this/folder", budget={budget:g})
 dpamoe.set_budget(model, {lower:g})  # fewer planes per expert, at once, without loading again
 ```
 
-Experts of {sites} layers are encoded as {k_max} bitplanes (group size {group}, prefixes {k_min} to {k_max} decode). This is a
-dpamoe checkpoint: loaders that do not know the format find no weights in it and stop.
+Experts of {sites} layers are encoded as {k_max} bitplanes (group size {group}, prefixes {k_min} to {k_max} decode). Once
+dpamoe is imported, `AutoModelForCausalLM.from_pretrained` opens this folder too; without it no loader finds weights here.
 """
 
 
@@ -50,22 +51,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
     came from are copied. Raises ValueError if the model is not transformed, holds fewer planes than it was encoded with, has
     no config, or `out` exists.
     """
-    out = Path(out).absolute()
-    held = encoded_experts(model)
-    if not held:
-        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform before dpamoe.save")
-    if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
-        raise ValueError(
-            f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
-        )
-    if getattr(model, "dpamoe_unfinished", False):
-        raise ValueError("the model is encoded in part, since transform was interrupted: call dpamoe.transform again first")
-    blocks = [experts.site.path for experts in held.values() if experts.site.block]
-    if blocks:
-        raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
-    first = next(iter(held.values()))
-    if len(first.gate_up_proj.plane.as_list()) < first.spec.k_max:
-        raise ValueError(f"the model was loaded with fewer than {first.spec.k_max} planes: load all of them to save it")
+    out, first = Path(out).absolute(), _check_savable(model)
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
     config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
@@ -82,7 +68,31 @@ def save(model: nn.Module, out: str | Path) -> Path:
         (folder / "README.md").write_text(_card(out.name, model), encoding="utf-8")
 
     checkpoint.write(model, out, config, extra)
+    origin.remember(model, out)
     return out
+
+
+def _check_savable(model: nn.Module) -> EncodedExperts:
+    """The first encoded experts of a model; ValueError, with the reason, if it cannot be saved."""
+    held = encoded_experts(model)
+    if not held:
+        raise ValueError(f"{type(model).__name__} holds no encoded experts: call dpamoe.transform before dpamoe.save")
+    if not hasattr(model, "config") or not hasattr(model.config, "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face config, without which it could not be built again on load"
+        )
+    if getattr(model, "dpamoe_unfinished", False):
+        raise ValueError("the model is encoded in part, since transform was interrupted: call dpamoe.transform again first")
+    blocks = [experts.site.path for experts in held.values() if experts.site.block]
+    if blocks:
+        raise ValueError(f"{blocks[0]} is now a graph, which cannot be saved yet: transform after each load")
+    first = next(iter(held.values()))
+    if first.held < first.spec.k_max:
+        raise ValueError(
+            f"the model holds {first.held} of {first.spec.k_max} planes, and was loaded with fewer than {first.spec.k_max} "
+            f"planes or resized: dpamoe.resize(model, {first.spec.k_max}) reads the others, then save it"
+        )
+    return first
 
 
 def _copy_companions(source: Path | None, folder: Path) -> None:
@@ -123,10 +133,21 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
         parent, _, name = site.path.rpartition(".")
         setattr(model.get_submodule(parent), name, checkpoint.build_experts(site, settings, tensors, planes))
     _fill(model, tensors, folder)
-    model.dpamoe_source = _recorded_source(folder, settings)
     model = model.to(device).eval()
-    set_budget(model, budget)
+    finish(model, folder, settings, budget)
     return model
+
+
+def finish(model: nn.Module, folder: Path, settings: dict, budget: float) -> None:
+    """Make a model whose tensors were just read from `folder` ready: what it spends, where it came from, how it is saved."""
+    for experts in encoded_experts(model).values():
+        experts.hold(experts.gate_up_proj.weight, experts.down_proj.weight)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.dpamoe_source = _recorded_source(folder, settings)
+    origin.remember(model, folder)
+    keep_own_format(model)
+    set_spend(model, budget=budget, scope=settings.get("budget_scope", "token"))
 
 
 def skeleton(folder: Path) -> nn.Module:
@@ -158,8 +179,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of the model, such as {', '.join(missing[:4])}: convert again")
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
 
 
 def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None) -> dict[str, list[int]]:

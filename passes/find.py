@@ -9,7 +9,7 @@ from dpamoe.passes.blocks import Block, find_block
 from dpamoe.passes.experts import Candidate, find_candidates
 from dpamoe.passes.record import Recording, record
 from dpamoe.passes.verify import THE_MODEL, boundary, owner, verify
-from dpamoe.sites import Refusal, Site
+from dpamoe.sites import Refusal, Site, all_finite
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _check_finite(model: nn.Module, candidate: Candidate) -> None:
     for family in (*candidate.ups, candidate.down):
         for place, name in enumerate(family.names):
             parameter = model.get_parameter(name)
-            if parameter.is_meta or bool(torch.isfinite(parameter).all()):
+            if parameter.is_meta or all_finite(parameter):
                 continue
             per_expert = (
                 parameter.unflatten(0, (family.experts, -1)) if parameter.dim() == 2 and len(family.names) == 1 else parameter

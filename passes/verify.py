@@ -109,7 +109,8 @@ def _compare(module: nn.Module, found: Boundary, candidate: Candidate, function:
     experts, layout = candidate.down.experts, function.layout
     ways = {False, True}  # whether the gate scales the input
     with torch.no_grad():
-        judge = copy.deepcopy(module).float().eval()
+        floats = {id(p): nn.Parameter(p.detach().float(), requires_grad=False) for p in module.parameters()}
+        judge = copy.deepcopy(module, floats).float().eval()  # without a second copy in the module's own type
         weights, parameters = gather(judge, layout, experts), dict(judge.named_parameters())
         parts = (weights, function.act(parameters), function.behind(parameters))
         try:

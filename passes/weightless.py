@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpamoe.modes import evaluating
 from dpamoe.passes import activation
 from dpamoe.passes.experts import Candidate, find_candidates
 from dpamoe.passes.function import layout_of
@@ -75,6 +77,17 @@ def sketch_sites(model: nn.Module, args: tuple = (), kwargs: dict | None = None)
             return [_sketch(model, recording, candidate) for candidate in find_candidates(recording, model)]
         finally:
             recording.release()
+
+
+class _Shortcut(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _shortcut(func, args, kwargs or {})
+
+
+def run(model: nn.Module, *args, **kwargs):
+    """Call the model once without its weights: the result has the right shapes, its numbers mean nothing."""
+    with without_weights(model), evaluating(model), torch.no_grad(), _Shortcut():
+        return model(*args, **kwargs)
 
 
 def _shortcut(func, args: tuple, kwargs: dict):

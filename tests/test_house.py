@@ -17,6 +17,9 @@ CORE = {
     "profile",
     "allocate",
     "checkpoint",
+    "formats",
+    "shards",
+    "journal",
     "modules",
 }  # weights in, artifact out; extend with care
 KERNELS, CORE_LAYER, PASSES, TOP = 1, 2, 3, 4

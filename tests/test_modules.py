@@ -266,7 +266,7 @@ def test_fallback_gives_equal_planes_in_large_calls_only(experts, routing, store
     module(hidden, index, weights)
     assert module.spent[5] == 60 and module.spent.sum() == 60
     module.set_spend(SpendSpec(5.0, scope=scope))
-    assert module.uniform_table is None and torch.equal(module.allocate(index, weights), expected[20])
+    assert module.uniform_from is None and torch.equal(module.allocate(index, weights), expected[20])
 
 
 def test_fallback_where_uniform_never_pays(experts, routing, store_costs):

@@ -1,46 +1,97 @@
-"""`dpamoe convert`: a model folder in, an encoded folder out."""
+"""`dpamoe convert`: model folders in, encoded folders out, one layer in memory at a time."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-import dpamoe
-from dpamoe import checkpoint, storage, text
+from dpamoe import convert as conversion
+from dpamoe import text
 from dpamoe.cli import options
-from dpamoe.spec import check_budget
+from dpamoe.tables import aligned
 
 NAME = "convert"
-HELP = "encode the routed experts of a model folder"
+HELP = "encode the routed experts of model folders, one layer in memory at a time; goes on where it was stopped"
 
 logger = logging.getLogger("dpamoe")
 
 
 def arguments(parser) -> None:
     """Flags of this command."""
-    parser.add_argument("source", help="an original model folder in Hugging Face format")
-    parser.add_argument("--output-dir", required=True, type=Path, help="the folder to make; it must not exist")
-    parser.add_argument("--calibration", help="text for the residual profile; without it the model writes its own")
+    parser.add_argument("source", nargs="*", help="original model folders in Hugging Face format")
+    parser.add_argument("--batch", type=Path, metavar="FILE", help="a text file that names more of them, one a line")
+    parser.add_argument(
+        "--output-dir", required=True, type=Path,
+        help="the folder to make, which must not exist; with several models, the folder that holds the results",
+    )  # fmt: skip
+    parser.add_argument("--calibration", type=Path, help="text for the residual profile; without it the model writes its own")
     parser.add_argument("--budget", type=float, default=4.0, help="default budget of the checkpoint, planes per expert")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="PATTERN",
+        help="leave experts alone whose module path fits, such as 'model.layers.0.*'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--max-memory", type=options.size, metavar="SIZE", help="refuse what needs more, such as 24GiB")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written and how much memory it takes")
+    parser.add_argument("--no-resume", dest="resume", action="store_false", help="start again instead of going on")
     options.encode_flags(parser)
     options.device_flag(parser)
 
 
 def run(args) -> dict:
-    """Check everything that can be checked first, then load, transform and save."""
+    """Check what can be checked first, then convert one folder, or each of several and say how it went."""
+    sources = [*args.source, *_listed(args.batch)]
+    if not sources:
+        raise ValueError("no model was named: give model folders, or a file that lists them with --batch")
+    if args.calibration is not None:
+        text.read_text(args.calibration)
     spec = options.encode_spec(args)
-    check_budget(args.budget, spec.k_min, spec.k_max)
-    checkpoint.check_new(args.output_dir.absolute())
-    if checkpoint.is_encoded(args.source):
-        raise ValueError(f"{args.source} is encoded already: give the original model")
-    calibration = None if args.calibration is None else text.read_text(args.calibration)
-    model = storage.load_original(args.source).to(args.device)
-    dpamoe.transform(model, args.budget, calibration=calibration, spec=spec)
-    out = storage.save(model, args.output_dir)
-    written = sum(file.stat().st_size for file in out.iterdir())
-    return {"source": args.source, "output_dir": str(args.output_dir), "bytes": written, **dpamoe.report(model).as_dict()}
+    job = conversion.Job(
+        Path(sources[0]), args.output_dir, spec, args.budget, args.calibration, tuple(args.ignore), args.device,
+        args.max_memory, args.resume,
+    )  # fmt: skip
+    one = conversion.preview if args.dry_run else conversion.convert
+    if len(sources) == 1 and args.batch is None:
+        return one(job)
+    return _several(one, job, sources)
+
+
+def _listed(batch: Path | None) -> list[str]:
+    """Folders that a batch file names, beside it where the path is relative; empty lines and lines with # are skipped."""
+    if batch is None:
+        return []
+    lines = [line.strip() for line in text.read_text(batch).splitlines()]
+    return [str(batch.parent / line) for line in lines if line and not line.startswith("#")]
+
+
+def _several(one, job: conversion.Job, sources: list[str]) -> dict:
+    """Convert each into its own folder of the output folder; one that fails does not stop the others."""
+    names = [Path(source).absolute().name for source in sources]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ValueError(f"two of the models are called {double}, and so would their results be: convert one of them apart")
+    if one is conversion.convert:
+        job.out.mkdir(exist_ok=True)
+    models = []
+    for source, name in zip(sources, names, strict=True):
+        own = replace(job, source=Path(source), out=job.out / name)
+        try:
+            models.append({"failed": False, **one(own, again=True)})
+        except (ValueError, OSError, MemoryError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            logger.error("%s failed: %s", source, reason)
+            models.append({"failed": True, "source": source, "output_dir": str(own.out), "error": reason})
+    return {"models": models, "failed": sum(model["failed"] for model in models)}
 
 
 def show(outcome: dict) -> str:
-    """What was encoded, and where it is."""
+    """What was encoded, and where it is; a table for several models."""
+    if "models" in outcome:
+        return _table(outcome)
+    if "predicted_bytes" in outcome:
+        return (
+            f"{outcome['experts']} experts in {outcome['sites']} sites; would write {outcome['predicted_bytes']:,} bytes, of "
+            f"which {outcome['encoded_bytes']:,} are encoded experts, and need about {outcome['memory'] / 2**30:.1f} GiB of "
+            "memory"
+        )
     lines = [
         f"routed experts encoded: {outcome['experts']} of {outcome['experts_found']} in {outcome['sites']} sites, "
         f"{outcome['expert_share']:.1%} of all parameters",
@@ -50,3 +101,14 @@ def show(outcome: dict) -> str:
     lines += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
     lines += [f"left alone: {path}: {reason}" for path, reason in outcome["refused"].items()]
     return "\n".join(lines)
+
+
+def _table(outcome: dict) -> str:
+    rows, reasons = [], []
+    for model in outcome["models"]:
+        name = Path(model["source"]).name
+        size = "" if model["failed"] else f"{model.get('bytes', model.get('predicted_bytes')):,}"
+        rows.append([name, "failed" if model["failed"] else "good", size])
+        reasons += [f"{name}: {model['error']}"] if model["failed"] else []
+    good = len(rows) - outcome["failed"]
+    return "\n".join([aligned(["model", "result", "bytes"], rows), *reasons, f"{good} of {len(rows)} models converted"])

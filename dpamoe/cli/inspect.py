@@ -4,9 +4,11 @@ from pathlib import Path
 
 from torch import nn
 
-from dpamoe import calibration, checkpoint, storage
+from dpamoe import calibration, checkpoint, compare, storage
+from dpamoe.layers import on_meta
 from dpamoe.passes import find, weightless
 from dpamoe.sites import Site
+from dpamoe.source import open_source
 
 NAME = "inspect"
 HELP = "say what an encoded folder holds and whether it is complete, or which routed experts a model has"
@@ -27,6 +29,7 @@ def run(args) -> dict:
 
 def _encoded(folder: str) -> dict:
     settings, weight_map = checkpoint.read_index(folder)
+    hashes = compare.check_hashes(folder)
     sizes = {name: (Path(folder) / name).stat().st_size for name in sorted(set(weight_map.values()))}
     tensors = checkpoint.tensor_bytes(folder, sizes)
     planes, weights = [], sum(Site.from_dict(fields).weights for fields in settings["sites"])
@@ -37,13 +40,18 @@ def _encoded(folder: str) -> dict:
         bits = 8 * sum(tensors[name] for name in encoded if not name.endswith(".residuals")) / weights
         planes.append({"k": k, "bits_per_weight": bits, "bytes": read})
     kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "budget_scope", "source", "sites", "unreached")
-    return {"model": folder, "encoded": True, "complete": True, **{k: settings[k] for k in kept}, "planes": planes}
+    return {
+        "model": folder,
+        "encoded": True,
+        "complete": True,
+        "hashes": hashes,
+        **{k: settings[k] for k in kept},
+        "planes": planes,
+    }
 
 
 def _sketched(folder: str) -> dict:
-    storage.check_original(folder)
-    model = storage.skeleton(Path(folder))
-    model.tie_weights()
+    model = on_meta(open_source(folder))
     sketches = weightless.sketch_sites(model, *calibration.example_batch(model, None))
     refused = {sketch.path: sketch.reason for sketch in sketches if sketch.reason}
     held = sum(sketch.parameters for sketch in sketches)
@@ -84,6 +92,7 @@ def show(outcome: dict) -> str:
         word = "verified" if outcome["verified"] else "found (--verify checks them by value)"
         rows.append(f"{len(outcome['sites'])} sites {word}, {outcome['expert_share']:.1%} of all parameters")
         return "\n".join(rows + [f"refused: {path}: {reason}" for path, reason in outcome["refused"].items()])
+    rows.append(f"{outcome['hashes']} tensors have the bytes that were written")
     rows.append(
         f"complete; group size {outcome['group_size']}, {outcome['scale_mode']} scales, planes {outcome['k_min']} to "
         f"{outcome['k_max']}, default budget {outcome['default_budget']:g} per {outcome['budget_scope']}"

@@ -7,9 +7,9 @@ import sys
 import warnings
 
 from dpamoe import __version__
-from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, plot, profile, reproduce, tune
+from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, plan, plot, profile, reproduce, tune, verify
 
-COMMANDS = (demo, convert, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
+COMMANDS = (demo, plan, convert, verify, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

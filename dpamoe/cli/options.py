@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import torch
 
@@ -91,6 +92,14 @@ def names(text: str) -> list[str]:
 def lower_names(text: str) -> list[str]:
     """The same in lower case, for names such as Q4_K_M."""
     return names(text.lower())
+
+
+def size(text: str) -> int:
+    """Bytes: a number with B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024) behind it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def positive(text: str) -> int:

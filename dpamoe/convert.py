@@ -1,0 +1,274 @@
+"""Convert model folders: check everything first, stream, put the result in place; one folder or many."""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dpamoe import calibration as calibrate
+from dpamoe import checkpoint, storage, text
+from dpamoe.files import read_json, sync, write_json
+from dpamoe.forecast import Forecast, check_memory, companions_of, forecast
+from dpamoe.journal import JOURNAL, Journal, clear, finish, working_in
+from dpamoe.layers import Outline, outline
+from dpamoe.mapping import drop_part, load_part
+from dpamoe.shards import Shards
+from dpamoe.sites import Site
+from dpamoe.source import open_source
+from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
+from dpamoe.stream import Work, check_finite, settings, stream
+
+logger = logging.getLogger("dpamoe")
+WHOLE = 0.4  # of the memory that is free: a model that takes less is loaded whole to write its own calibration text
+WRITTEN_TEXT = "dpamoe.calibration.json"  # token ids that the model wrote, while the conversion is under way
+TOLERATED = 0.01  # between the predicted and the written size
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion. calibration: a text file; None for text of its own. max_memory: bytes. ignore: patterns of sites."""
+
+    source: Path
+    out: Path
+    spec: EncodeSpec = EncodeSpec()
+    budget: float = 4.0
+    calibration: Path | None = None
+    ignore: tuple[str, ...] = ()
+    device: str = "cpu"
+    max_memory: int | None = None
+    resume: bool = True
+
+
+def prepare(job: Job) -> tuple[Outline, Forecast]:
+    """Everything that can be known before the work. Raises ValueError for whatever would make it fail."""
+    check_budget(job.budget, job.spec.k_min, job.spec.k_max)
+    plan = outline(open_source(job.source), job.ignore)
+    for sketch in plan.sketches:
+        widest = min(sketch.hidden, sketch.inner)
+        if job.spec.group_size > widest:
+            raise ValueError(
+                f"group_size {job.spec.group_size} exceeds the {widest} inputs of {sketch.path}: use a group_size of at most "
+                f"{widest}, or -1 for whole rows"
+            )
+    found = forecast(plan, job.spec, companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW))
+    check_memory(plan, found, job.max_memory)
+    return plan, found
+
+
+def preview(job: Job, again: bool = False) -> dict:
+    """What `convert` would write and how much memory it would take; nothing is written. again: as in `convert`."""
+    plan, found = prepare(replace(job, source=Path(job.source)))
+    return {
+        "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
+        "memory": found.memory, "sites": len(plan.sketches), "experts": sum(sketch.experts for sketch in plan.sketches),
+        "refused": plan.refused,
+    }  # fmt: skip
+
+
+def convert(job: Job, again: bool = False) -> dict:
+    """Encode one folder into another, streaming; returns what was encoded and written.
+
+    An interrupted run of the same settings goes on where it stopped. again: a folder that is complete already, of the same
+    source and settings, is no error. Raises ValueError, and OSError of the disk, with nothing under the output's name.
+    """
+    job = replace(job, source=Path(job.source), out=Path(job.out).absolute())
+    stopped_late = job.out.is_dir() and clear(job.out)
+    if not stopped_late and not (again and _is_result(job)):
+        checkpoint.check_new(job.out)
+        plan, found = prepare(job)
+        _say(plan, found)
+        with working_in(job.out, job.resume) as partial:
+            try:
+                refused = _convert(job, plan, found, partial)
+            except OSError as error:
+                raise OSError(
+                    f"{partial} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
+                    "then run the same command again, which goes on where this one stopped"
+                ) from error
+        return described(job, plan, refused)
+    logger.info("%s is complete already", job.out)
+    return described(job, outline(open_source(job.source), job.ignore), {})
+
+
+def _is_result(job: Job) -> bool:
+    """Whether the output folder is a checkpoint of this source with these settings."""
+    if not job.out.is_dir() or not checkpoint.is_encoded(job.out):
+        return False
+    held, _ = checkpoint.read_index(job.out)
+    wanted = {**job.spec.as_dict(), "default_budget": job.budget, "source": _relative_source(job)}
+    return all(held.get(name) == value for name, value in wanted.items())
+
+
+def _relative_source(job: Job) -> str:
+    return os.path.relpath(job.source.absolute(), job.out)
+
+
+def _say(plan: Outline, found: Forecast) -> None:
+    experts = sum(sketch.experts for sketch in plan.sketches)
+    logger.info(
+        "%d experts in %d sites of %s; %.2f GiB will be written, about %.1f GiB of memory are needed",
+        experts, len(plan.sketches), plan.source.folder, found.bytes / 2**30, found.memory / 2**30,
+    )  # fmt: skip
+    for path, reason in plan.refused.items():
+        logger.warning("cannot be encoded: %s: %s", path, reason)
+    for kind, names in (("the model does not use", plan.mapping.extra), ("transformers passes over", plan.mapping.ignored)):
+        if names:
+            logger.warning("left out: %d tensors that %s, such as %s", len(names), kind, names[0])
+
+
+def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> dict[str, str]:
+    """Do the work in a folder of our own, then give it its name; returns experts that were left alone, and why."""
+    batches = calibration_batches(job, plan, partial)
+    example = calibrate.example_batch(plan.model, None)
+    journal = Journal(partial, settings(plan, job.spec, batches, job.device) | {"budget": job.budget})
+    shards = Shards(partial, found.rooms, journal.shards)
+    shards.recover()
+    written = sum(shard["bytes"] for group in shards.state.values() for shard in group)
+    free = shutil.disk_usage(partial).free
+    if free < found.bytes - written:
+        raise ValueError(
+            f"{partial} needs {(found.bytes - written) / 2**30:.2f} GiB more, and its disk has {free / 2**30:.2f} GiB free: "
+            "make room, or choose another --output-dir"
+        )
+    if journal.units:
+        logger.info("going on: %d parts are done", len(journal.units))
+    stream(Work(plan, job.spec, [example, *batches], journal, shards, job.device))
+    _put_in_place(job, plan, found, partial, journal, shards)
+    finish(partial, job.out)
+    return {path: reason for unit in journal.units.values() for path, reason in unit["refused"].items()}
+
+
+def calibration_batches(job: Job, plan: Outline, partial: Path) -> list[calibrate.Batch]:
+    """Token ids for the residual profile: of a file, written by the model itself, or of the text that comes with dpamoe.
+
+    A model that does not fit in memory would be read once for every token it writes; the shipped English text stands in.
+    What was chosen without a file is kept while the conversion is under way, so that it goes on with the same.
+    """
+    if job.calibration is not None:
+        return list(calibrate.calibration_batches(plan.model, text.read_text(job.calibration), None))
+    kept = partial / WRITTEN_TEXT
+    if kept.is_file():
+        ids = [torch.tensor(batch) for batch in read_json(kept, "start again with --no-resume")["batches"]]
+        return [((), {"input_ids": batch}) for batch in ids]
+    free = min(psutil.virtual_memory().available, job.max_memory or 1 << 62)
+    batches = _own_text(plan, job.device) if _fits(plan, WHOLE * free) else _shipped_text(plan)
+    write_json(kept, {"batches": [kwargs["input_ids"].tolist() for _, kwargs in batches]})
+    return batches
+
+
+def _fits(plan: Outline, limit: float) -> bool:
+    return plan.bytes_of(list(plan.mapping.wanted)) <= limit and hasattr(plan.model, "generate")
+
+
+def _shipped_text(plan: Outline) -> list[calibrate.Batch]:
+    logger.warning(
+        "the model takes %.1f GiB, too much to write its own calibration text here: using the English text that comes with "
+        "dpamoe; --calibration FILE with text of your use is better", plan.bytes_of(list(plan.mapping.wanted)) / 2**30,
+    )  # fmt: skip
+    shipped = resources.files("dpamoe.assets") / "text" / "calibration.txt"
+    return list(calibrate.calibration_batches(plan.model, shipped.read_text(encoding="utf-8"), None))
+
+
+def _own_text(plan: Outline, device: str) -> list[calibrate.Batch]:
+    names = list(plan.mapping.wanted)
+    load_part(plan.mapping, plan.model, plan.source, names, device)
+    try:
+        check_finite(plan, names)
+        batches = calibrate.own_text(plan.model)
+    finally:
+        drop_part(plan.mapping, plan.model, names)
+    return [((), {"input_ids": kwargs["input_ids"].cpu()}) for _, kwargs in batches]
+
+
+def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journal: Journal, shards: Shards) -> None:
+    """Headers, names, residual tables, config, index and companions: the folder is whole then, but for its name."""
+    sites = [site for path in plan.layers for site in journal.units[path]["sites"]]
+    if not sites:
+        raise ValueError(f"none of the experts of {job.source} reproduced its own output, so nothing was encoded: report this")
+    index = _place(partial, shards)
+    unreached = {path: ids for unit in journal.units.values() for path, ids in unit["unreached"].items()}
+    held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), _relative_source(job), sites, unreached)
+    storage._copy_companions(job.source, partial)
+    if getattr(plan.model, "generation_config", None) is not None:
+        plan.model.generation_config.save_pretrained(partial)
+    (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")
+    write_json(partial / "config.json", _config(plan.model) | {"quantization_config": held})
+    for pattern in ("*.growing", "*.new", "*.partial", WRITTEN_TEXT):  # also of runs that were killed
+        for leftover in partial.glob(pattern):
+            leftover.unlink()
+    write_json(partial / checkpoint.INDEX, index)
+    _check_size(partial, found, plan, sites)
+
+
+def _place(partial: Path, shards: Shards) -> dict[str, dict]:
+    """Give the weights their files; returns the index."""
+    index = checkpoint.new_index()
+    placed = shards.place([group for group in shards.state if group != "residuals"])
+    index["weight_map"], index["files"], index["hashes"] = placed
+    file = partial / checkpoint.RESIDUALS
+    if not file.is_file():
+        beside = file.with_name(f"{file.name}.new")
+        save_file(shards.read("residuals"), beside, metadata={"format": "pt"})
+        beside.chmod(0o644)
+        sync(beside)
+        beside.rename(file)
+    index["weight_map"] |= {name: file.name for shard in shards.state["residuals"] for name in shard["tensors"]}
+    index["files"][file.name] = file.stat().st_size
+    return index
+
+
+def _config(model: nn.Module) -> dict:
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    plain = json.loads(model.config.to_json_string(use_diff=False))  # its own way to write infinity
+    config = {**plain, "dtype": dtype, "architectures": [type(model).__name__]}
+    for name in ("_name_or_path", "transformers_weights", "quantization_config"):
+        config.pop(name, None)
+    return config
+
+
+def _card(job: Job, sites: int) -> str:
+    spec = job.spec
+    return storage.CARD.format(
+        name=job.out.name, budget=job.budget, lower=spec.k_min, sites=sites, k_max=spec.k_max, k_min=spec.k_min,
+        group=spec.group_size,
+    )  # fmt: skip
+
+
+def _check_size(partial: Path, found: Forecast, plan: Outline, sites: list[dict]) -> None:
+    """ValueError if the folder is not as large as predicted, although everything predicted was encoded in fp16 scales."""
+    written = sum(file.stat().st_size for file in partial.iterdir() if file.name not in (JOURNAL, checkpoint.MARKER))
+    logger.info("predicted %d bytes, wrote %d (%+.2f %%)", found.bytes, written, 100 * (written / found.bytes - 1))
+    as_planned = len(sites) == len(plan.sketches)
+    if as_planned and abs(written / found.bytes - 1) > TOLERATED:
+        logger.warning("the folder is not as large as predicted: look at `dpamoe inspect`")
+
+
+def described(job: Job, plan: Outline, refused: dict[str, str]) -> dict:
+    """What a converted folder holds, as `dpamoe convert` reports it."""
+    held, weight_map = checkpoint.read_index(job.out)
+    sites = [Site.from_dict(fields) for fields in held["sites"]]
+    sizes = checkpoint.tensor_bytes(job.out, sorted(set(weight_map.values())))
+    weights = sum(site.weights for site in sites)
+    encoded = {name for name in checkpoint.expected_tensors(held) if not name.endswith(".residuals")}
+    planes = sum(sizes[name] for name in encoded if checkpoint.group_of(name) != "base")
+    fixed = sum(sizes[name] for name in encoded if checkpoint.group_of(name) == "base")
+    replaced = tuple(f"{site.path}." for site in sites)
+    others = sum(plan.numbers_of(name) for name in plan.mapping.wanted if not name.startswith(replaced))
+    refused = {**plan.refused, **refused, **dict.fromkeys(plan.ignored, "ignored, as --ignore asks")}
+    return {
+        "source": str(job.source), "output_dir": str(job.out), "sites": len(sites),
+        "bytes": sum(file.stat().st_size for file in job.out.iterdir()), "experts": sum(site.experts for site in sites),
+        "experts_found": max(plan.experts, sum(site.experts for site in sites)), "budget": held["default_budget"],
+        "encoded_bytes": planes + fixed,
+        "original_bytes": sum(site.weights * getattr(torch, site.dtype).itemsize for site in sites),
+        "bits_per_weight": 8 * (planes * held["default_budget"] / held["k_max"] + fixed) / weights,
+        "expert_share": weights / (weights + others), "unreached": held["unreached"], "refused": refused,
+    }  # fmt: skip

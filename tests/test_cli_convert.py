@@ -1,0 +1,148 @@
+"""`dpamoe convert` as people call it: one model, several, a batch file, a dry run, and Ctrl-C."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import dpamoe
+from dpamoe import checkpoint
+from dpamoe import convert as conversion
+from dpamoe.cli import options
+from dpamoe.cli.main import main
+
+FLAGS = ("--k-max", "2", "--budget", "2", "--group-size", "64")
+
+
+@pytest.fixture
+def run(capsys):
+    """Function that runs the program in this process: arguments to (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def text(tiny_dir, tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "calibration.txt"
+    file.write_text((tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def models(tiny_dir, tmp_path):
+    """Two good copies of the shipped model, and between them one whose file is cut short."""
+    for name in ("first", "broken", "last"):
+        shutil.copytree(tiny_dir, tmp_path / name)
+    with (tmp_path / "broken" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    return tmp_path
+
+
+def test_several_models_one_of_them_broken(run, models, text):
+    arguments = ("convert", models / "first", models / "broken", models / "last", "--output-dir", models / "out")
+    arguments = (*arguments, "--calibration", text, *FLAGS)
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert "2 of 3 models converted" in out and "broken failed" in err
+    assert "model.safetensors has 1000 bytes, its header alone takes" in out
+    assert sorted(path.name for path in (models / "out").iterdir()) == ["first", "last"]
+    assert dpamoe.report(dpamoe.load(models / "out" / "last")).experts == 64
+    before = (models / "out" / "first" / checkpoint.INDEX).stat().st_mtime_ns
+    shutil.copy(models / "first" / "model.safetensors", models / "broken")
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+    outcome = json.loads(out)
+    assert [model["failed"] for model in outcome["models"]] == [False] * 3 and outcome["failed"] == 0
+    assert (models / "out" / "first" / checkpoint.INDEX).stat().st_mtime_ns == before  # it was complete already
+    code, out, _ = run(*arguments[:-6], "--calibration", text, "--k-max", "3", "--budget", "2")
+    assert code == 1 and out.count("exists: choose another name") == 3  # other settings are another result
+
+
+def test_a_batch_file(run, models, text):
+    (models / "batch.txt").write_text("# the good ones\nfirst\n\nlast\n")
+    code, out, err = run(
+        "convert", "--batch", models / "batch.txt", "--output-dir", models / "out", "--calibration", text, *FLAGS
+    )
+    assert code == 0 and "2 of 2 models converted" in out, err
+    (models / "batch.txt").write_text(f"first\n{models / 'out' / 'first'}\n")
+    code, _, err = run("convert", "--batch", models / "batch.txt", "--output-dir", models / "out", *FLAGS)
+    assert code == 1 and "two of the models are called first" in err
+    code, _, err = run("convert", "--output-dir", models / "out")
+    assert code == 1 and "no model was named" in err
+
+
+def test_a_dry_run_writes_nothing(run, tiny_dir, text, tmp_path):
+    arguments = ("convert", tiny_dir, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
+    code, out, err = run(*arguments, "--dry-run", "--json")
+    assert code == 0 and not list(tmp_path.iterdir()), err
+    foreseen = json.loads(out)
+    code, out, _ = run(*arguments, "--dry-run")
+    assert f"64 experts in 4 sites; would write {foreseen['predicted_bytes']:,} bytes" in out
+    code, out, _ = run(*arguments, "--json")
+    assert json.loads(out)["bytes"] == pytest.approx(foreseen["predicted_bytes"], rel=0.01)
+
+
+def test_interrupted_it_goes_on(run, tiny_dir, text, tmp_path, monkeypatch):
+    from dpamoe import stream
+
+    arguments = ("convert", tiny_dir, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
+    encoded, original = [], stream.encode_site
+
+    def interrupted(experts, site, *rest):
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(site.path)
+        return original(experts, site, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "encode_site", interrupted)
+        code, out, err = run(*arguments)
+    assert (code, out) == (130, "") and "interrupted" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    code, _, err = run("inspect", tmp_path / "out.partial")
+    assert code == 1
+    code, out, err = run(*arguments)
+    assert code == 0 and "going on: 2 parts are done" in err and "encode 1/2 model.layers.2" in err
+    code, out, _ = run("verify", tmp_path / "out", tiny_dir)
+    assert code == 0
+
+
+def test_too_little_memory(run, tiny_dir, tmp_path):
+    code, _, err = run("convert", tiny_dir, "--output-dir", tmp_path / "out", "--max-memory", "100MB")
+    assert code == 1 and "--max-memory allows 0.1 GiB" in err
+    code, _, err = run("convert", tiny_dir, "--output-dir", tmp_path / "out", "--max-memory", "much")
+    assert code == 2 and "'much' is not a size such as 24GiB" in err
+
+
+def test_experts_that_hold_nan(run, tiny_dir, text, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "layers.2.mlp.experts" in name)
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = run("convert", folder, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
+    last = err.splitlines()[-1]
+    assert code == 1 and "model.safetensors holds NaN or infinite weights in" in last and "layers.2.mlp.experts" in last
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), ("700MiB", 700 << 20), ("5000", 5000), ("2k", 2000), ("1TiB", 1 << 40)],
+)
+def test_sizes(written, expected):
+    assert options.size(written) == expected
+
+
+def test_jobs_have_the_defaults_of_the_command():
+    job = conversion.Job("a", "b")
+    assert (job.budget, job.spec, job.resume, job.device) == (4.0, dpamoe.EncodeSpec(), True, "cpu")
