@@ -1,6 +1,5 @@
 """Convert model folders: check everything first, stream, put the result in place; one folder or many."""
 
-import json
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from dpamoe import calibration as calibrate
 from dpamoe import checkpoint, storage, text
@@ -200,7 +198,7 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journ
     if getattr(plan.model, "generation_config", None) is not None:
         plan.model.generation_config.save_pretrained(partial)
     (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")
-    write_json(partial / "config.json", _config(plan.model) | {"quantization_config": held})
+    write_json(partial / "config.json", storage.plain_config(plan.model) | {"quantization_config": held})
     for pattern in ("*.growing", "*.new", "*.partial", WRITTEN_TEXT):  # also of runs that were killed
         for leftover in partial.glob(pattern):
             leftover.unlink()
@@ -223,15 +221,6 @@ def _place(partial: Path, shards: Shards) -> dict[str, dict]:
     index["weight_map"] |= {name: file.name for shard in shards.state["residuals"] for name in shard["tensors"]}
     index["files"][file.name] = file.stat().st_size
     return index
-
-
-def _config(model: nn.Module) -> dict:
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    plain = json.loads(model.config.to_json_string(use_diff=False))  # its own way to write infinity
-    config = {**plain, "dtype": dtype, "architectures": [type(model).__name__]}
-    for name in ("_name_or_path", "transformers_weights", "quantization_config"):
-        config.pop(name, None)
-    return config
 
 
 def _card(job: Job, sites: int) -> str:

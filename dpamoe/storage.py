@@ -1,5 +1,6 @@
 """Save a transformed model as a folder, load it again, refresh its residual table."""
 
+import json
 import logging
 import os
 import shutil
@@ -54,9 +55,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
     out, first = Path(out).absolute(), _check_savable(model)
     name = getattr(model, "name_or_path", "")
     source = Path(name).absolute() if name and Path(name).is_dir() else None
-    config = {**model.config.to_dict(), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    config.pop("_name_or_path", None)  # a path of this machine
-    config["architectures"] = [type(model).__name__]
+    config = plain_config(model)
     original = getattr(model, "dpamoe_source", source)  # of a model that was loaded: what its checkpoint names
     relative = None if original is None else os.path.relpath(original, out)
     config["quantization_config"] = checkpoint.quantization_config(model, first.spend.budget, relative)
@@ -70,6 +69,16 @@ def save(model: nn.Module, out: str | Path) -> Path:
     checkpoint.write(model, out, config, extra)
     origin.remember(model, out)
     return out
+
+
+def plain_config(model: nn.Module) -> dict:
+    """The model's config as JSON, without paths of this machine and without a quantization_config."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    plain = json.loads(model.config.to_json_string(use_diff=False))  # has its own way to write infinity
+    config = {**plain, "dtype": dtype, "architectures": [type(model).__name__]}
+    for name in ("_name_or_path", "transformers_weights", "quantization_config"):
+        config.pop(name, None)
+    return config
 
 
 def _check_savable(model: nn.Module) -> EncodedExperts:
