@@ -31,12 +31,14 @@ class Tile:
     stages: int = 1  # more keep loads ahead, but take the registers that a further program on the chip could have
 
 
+# two stages spill registers from Triton 3.9 on, one stage before
+PIPELINED = 2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 1
 # by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
 TILES = (
     (12, Tile(64, 16, 16, 16)),
     (24, Tile(64, 32, 32, 32)),
     (64, Tile(64, 64, 64, 32)),
-    (1 << 62, Tile(64, 128, 128, 32, stages=2)),
+    (1 << 62, Tile(64, 128, 128, 32, stages=PIPELINED)),
 )
 SLIM_TILES = TILES[:1] + ((1 << 62, Tile(64, 32, 32, 16)),)  # elsewhere than on Hopper wider ones run out of registers
 
