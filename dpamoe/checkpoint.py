@@ -303,9 +303,14 @@ def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Te
     return tensors
 
 
+def spec_of(settings: dict) -> EncodeSpec:
+    """How a folder was encoded, by its quantization_config."""
+    return EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+
+
 def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes: int) -> EncodedExperts:
     """Take one site's tensors out of `tensors` and make its module; ValueError names a tensor that is missing or misshaped."""
-    spec = EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+    spec = spec_of(settings)
 
     def take(name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], optional: bool = False) -> Tensor | None:
         tensor = tensors.pop(f"{site.path}.{name}", None)

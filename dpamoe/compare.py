@@ -90,7 +90,7 @@ def _site(
                 f"{site.path} of {source.folder} has another shape than in {folder}: give the model it was made from"
             )
         experts = sorted(order.sample(range(site.experts), min(EXPERTS, site.experts)))
-        spec = EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+        spec = checkpoint.spec_of(settings)
         results = [_expert(own_, encoded, expert, spec) for own_, encoded in pairs for expert in experts]
     finally:
         drop_part(mapping, model, names)

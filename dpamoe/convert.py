@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from dpamoe import calibration as calibrate
 from dpamoe import checkpoint, storage, text
+from dpamoe.encode import check_group
 from dpamoe.files import read_json, sync, write_json
 from dpamoe.forecast import Forecast, check_memory, companions_of, forecast
 from dpamoe.journal import JOURNAL, Journal, clear, finish, working_in
@@ -50,12 +51,7 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
     check_budget(job.budget, job.spec.k_min, job.spec.k_max)
     plan = outline(open_source(job.source), job.ignore)
     for sketch in plan.sketches:
-        widest = min(sketch.hidden, sketch.inner)
-        if job.spec.group_size > widest:
-            raise ValueError(
-                f"group_size {job.spec.group_size} exceeds the {widest} inputs of {sketch.path}: use a group_size of at most "
-                f"{widest}, or -1 for whole rows"
-            )
+        check_group(job.spec, min(sketch.hidden, sketch.inner), sketch.path)
     found = forecast(plan, job.spec, companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW))
     check_memory(plan, found, job.max_memory)
     return plan, found

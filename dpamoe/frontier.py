@@ -117,7 +117,7 @@ def _spec(wanted: Wanted, encoded: bool) -> EncodeSpec:
     if not encoded:
         return wanted.spec or EncodeSpec()
     settings, _ = checkpoint.read_index(wanted.model)
-    spec = EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+    spec = checkpoint.spec_of(settings)
     if wanted.spec not in (None, EncodeSpec(), spec):
         raise ValueError(f"{wanted.model} is encoded already, with {spec}: leave the encoding flags out")
     if wanted.calibration:

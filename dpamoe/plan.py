@@ -65,7 +65,7 @@ def costs_of(folder: str | Path, spec: EncodeSpec) -> Costs:
 def _encoded(folder: Path) -> Costs:
     settings, weight_map = checkpoint.read_index(folder)
     sizes = checkpoint.tensor_bytes(folder, sorted(set(weight_map.values())))
-    spec = EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+    spec = checkpoint.spec_of(settings)
     sites = [Site.from_dict(fields) for fields in settings["sites"]]
     kept = checkpoint.expected_tensors(settings)
     costs = []

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from importlib import resources
 from pathlib import Path
 
@@ -212,6 +213,29 @@ def transformed():
     return make
 
 
+@pytest.fixture
+def run(capsys):
+    """Function that runs the program in this process: arguments to (exit code, stdout, stderr)."""
+
+    from dpamoe.cli.main import main
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def source(tiny_dir, tmp_path_factory):
+    """The shipped model in a folder of its own; read only."""
+    return shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "source")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tiny_dir):
     """Function that gives the shipped model, bf16 as it is stored."""
@@ -229,6 +253,31 @@ def tiny_encoded(tiny_dir, tiny_model):
     text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
     model = dpamoe.transform(tiny_model(), calibration=text)
     return lambda: copy.deepcopy(model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    """The tokenizer of the shipped model."""
+    from dpamoe.text import load_tokenizer
+
+    return load_tokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    """The shipped model in fp32."""
+    return tiny_model().float()
+
+
+@pytest.fixture
+def encoded(tiny_encoded):
+    """The shipped model encoded, in fp32, at budget 3."""
+    import dpamoe
+    from dpamoe import evaluate
+
+    model = evaluate.to_run(tiny_encoded(), "cpu")
+    dpamoe.set_budget(model, 3)
+    return model
 
 
 @pytest.fixture(scope="session")

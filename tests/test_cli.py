@@ -48,21 +48,6 @@ def quiet(monkeypatch):
         theirs.enable_progress_bar()
 
 
-@pytest.fixture
-def run(capsys):
-    """Function that runs the program in this process: arguments to (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def texts(tiny_dir, tmp_path_factory):
     """Folder with some of the shipped texts: calibration.txt and heldout.txt, and two without words."""
@@ -72,12 +57,6 @@ def texts(tiny_dir, tmp_path_factory):
     (folder / "empty.txt").write_text("")
     (folder / "blank.txt").write_text(" \n\n\t\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def source(tiny_dir, tmp_path_factory):
-    """The shipped model in a folder `source` that the encoded one can name; read only."""
-    return shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "source")
 
 
 @pytest.fixture(scope="module")

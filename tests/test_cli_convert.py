@@ -10,24 +10,8 @@ import dpamoe
 from dpamoe import checkpoint
 from dpamoe import convert as conversion
 from dpamoe.cli import options
-from dpamoe.cli.main import main
 
 FLAGS = ("--k-max", "2", "--budget", "2", "--group-size", "64")
-
-
-@pytest.fixture
-def run(capsys):
-    """Function that runs the program in this process: arguments to (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,6 @@ from dpamoe.frontier import Wanted
 
 
 @pytest.fixture(scope="module")
-def source(tiny_dir, tmp_path_factory):
-    """The shipped model in a folder of its own; read only."""
-    return shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "source")
-
-
-@pytest.fixture(scope="module")
 def text(tiny_dir, tmp_path_factory):
     """A file with some of the shipped held-out text."""
     file = tmp_path_factory.mktemp("texts") / "heldout.txt"

@@ -58,25 +58,6 @@ def harness():
     return harness
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return text.load_tokenizer(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_model):
-    """The shipped model in fp32."""
-    return tiny_model().float()
-
-
-@pytest.fixture
-def encoded(tiny_encoded):
-    """The shipped model encoded, in fp32, at budget 3."""
-    model = evaluate.to_run(tiny_encoded(), "cpu")
-    dpamoe.set_budget(model, 3)
-    return model
-
-
 @pytest.fixture
 def wrap(harness, tokenizer):
     """Function that makes the lm-eval model of a model in memory."""

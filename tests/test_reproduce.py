@@ -16,12 +16,6 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def source(tiny_dir, tmp_path_factory):
-    """The shipped model in a folder of its own; read only."""
-    return shutil.copytree(tiny_dir, tmp_path_factory.mktemp("models") / "source")
-
-
-@pytest.fixture(scope="module")
 def reported(source, tmp_path_factory):
     """Folder of a finished report."""
     folder = tmp_path_factory.mktemp("reports") / "report"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dpamoe
-from dpamoe import evaluate, tasks, text
+from dpamoe import tasks
 from dpamoe.modules import encoded_experts
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -97,25 +97,6 @@ def folder(tmp_path_factory):
     for name, content in (FILES | {"loader.py": LOADER}).items():
         (folder / name).write_text(content, encoding="utf-8")
     return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return text.load_tokenizer(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_model):
-    """The shipped model in fp32."""
-    return tiny_model().float()
-
-
-@pytest.fixture
-def encoded(tiny_encoded):
-    """The shipped model encoded, in fp32, at budget 3."""
-    model = evaluate.to_run(tiny_encoded(), "cpu")
-    dpamoe.set_budget(model, 3)
-    return model
 
 
 def by_hand(model, tokenizer, start, choices):
