@@ -190,7 +190,7 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journ
     index = _place(partial, shards)
     unreached = {path: ids for unit in journal.units.values() for path, ids in unit["unreached"].items()}
     held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), _relative_source(job), sites, unreached)
-    storage._copy_companions(job.source, partial)
+    storage.copy_companions(job.source, partial)
     if getattr(plan.model, "generation_config", None) is not None:
         plan.model.generation_config.save_pretrained(partial)
     (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")

@@ -61,7 +61,7 @@ def save(model: nn.Module, out: str | Path) -> Path:
     config["quantization_config"] = checkpoint.quantization_config(model, first.spend.budget, relative)
 
     def extra(folder: Path) -> None:
-        _copy_companions(source, folder)
+        copy_companions(source, folder)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
         (folder / "README.md").write_text(_card(out.name, model), encoding="utf-8")
@@ -104,7 +104,8 @@ def _check_savable(model: nn.Module) -> EncodedExperts:
     return first
 
 
-def _copy_companions(source: Path | None, folder: Path) -> None:
+def copy_companions(source: Path | None, folder: Path) -> None:
+    """Copy tokenizer, chat template, remote code and the like: all files that are neither weights nor written anew."""
     if source is None:
         return
     for file in sorted(source.iterdir()):
