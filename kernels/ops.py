@@ -6,6 +6,9 @@ unit (see `layout`). On CUDA the Triton kernels run; torch code runs on the CPU,
 fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the kernels multiply in fp16.
 """
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -32,6 +35,31 @@ def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
     from dpamoe.kernels.triton_experts import supported  # Triton is not everywhere
 
     return all(supported(weight) for weight in weights)
+
+
+def _many(x: Tensor, *weights: EncodedWeight):
+    """The module that computes many tokens with these weights on this card."""
+    from dpamoe.kernels import triton_experts
+
+    if _has_own_kernels(x.device):
+        from dpamoe.kernels import hopper_experts
+
+        if all(hopper_experts.words_at_once(weight) for weight in weights):
+            return hopper_experts
+    return triton_experts
+
+
+@cache
+def _has_own_kernels(device: torch.device) -> bool:
+    """Whether it is a Hopper card, and Triton has the dialect that the kernels for it are written in."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        from dpamoe.kernels import hopper_experts  # noqa: F401
+    except (ImportError, AttributeError) as error:  # the dialect is young, and moves between versions
+        warnings.warn(f"the kernels for Hopper cannot be used, those for any card run instead: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool) -> str:
@@ -141,7 +169,7 @@ def _expert_matmul(
         from dpamoe.kernels import triton_experts
 
         few = _path(x, expert_ids, weight, offset.shape[1], False) == "decode"
-        run = triton_experts.decode_matmul if few else triton_experts.prefill_matmul
+        run = triton_experts.decode_matmul if few else _many(x, weight).prefill_matmul
         with torch.cuda.device_of(x):
             return run(_with_unit_stride(x), expert_ids, chunks, weight, bias)
     return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
@@ -206,7 +234,7 @@ def _ffn_in_triton(x, expert_ids, gates, chunks, block: tuple, one_k: bool, limi
     arguments = (_with_unit_stride(x), expert_ids, gates, chunks, *block)
     made = None if limits is None else triton_experts.Allocation(gates, *limits)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return triton_experts.decode_ffn(*arguments, made) if few else triton_experts.prefill_ffn(*arguments, one_k)
+        return triton_experts.decode_ffn(*arguments, made) if few else _many(x, up, down).prefill_ffn(*arguments, one_k)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):

@@ -69,7 +69,8 @@ def block_of(weight: EncodedWeight) -> int:
     return min(128, group & -group)
 
 
-def _shape(weight: EncodedWeight) -> dict:
+def shape_of(weight: EncodedWeight) -> dict:
+    """Sizes of a weight, as the kernels name them."""
     return {
         "OUT": weight.offset.shape[1], "IN": weight.in_features,
         "GROUPS": groups_of(weight.in_features, weight.group_size),
@@ -78,13 +79,14 @@ def _shape(weight: EncodedWeight) -> dict:
     }  # fmt: skip
 
 
-def _tensors(weight: EncodedWeight, bias: Tensor | None) -> tuple:
+def tensors_of(weight: EncodedWeight, bias: Tensor | None) -> tuple:
     """Planes, scales, offset, unit and bias; a tensor that is not there is stood in for by one that is not read."""
     unit = weight.offset if weight.unit is None else weight.unit
     return tuple(weight.planes), tuple(weight.scales), weight.offset, unit, weight.offset if bias is None else bias
 
 
-def _pairs(*tensors: Tensor) -> tuple[int, ...]:
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    """All strides, in order."""
     return tuple(stride for tensor in tensors for stride in tensor.stride())
 
 
@@ -114,9 +116,9 @@ def decode_up(
     strides = (0, 0) if allocation is None else given.residuals.stride()
     each = given.budget.stride(0) if allocation is not None and given.budget.dim() else 0
     up_kernel[(tokens * active, triton.cdiv(out.shape[-1], per_program))](
-        x, ids, chunks, given.gates, given.residuals, given.budget, given.k_max, *_tensors(weight, bias), out,
-        x.stride(0), slot, *_pairs(ids, chunks, given.gates), *strides, each,
-        A=active, E=weight.offset.shape[0], **_shape(weight), BIAS=bias is not None, ACT=act,
+        x, ids, chunks, given.gates, given.residuals, given.budget, given.k_max, *tensors_of(weight, bias), out,
+        x.stride(0), slot, *strides_of(ids, chunks, given.gates), *strides, each,
+        A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), BLOCK=block, ROWS=per_program,
         UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))),
         ALLOCATE=allocation is not None, K_MIN=given.k_min, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
@@ -132,8 +134,8 @@ def decode_down(
     units = active * triton.cdiv(weight.in_features, block)
     at_once, warps = (32, 8) if tokens <= 2 else (16, 4)  # few programs: more of a row in each
     down_kernel[(tokens, triton.cdiv(out.shape[1], per_program))](
-        hidden, ids, chunks, gates, *_tensors(weight, bias), out, *_pairs(ids, chunks, gates),
-        A=active, E=weight.offset.shape[0], **_shape(weight), BIAS=bias is not None, BLOCK=block,
+        hidden, ids, chunks, gates, *tensors_of(weight, bias), out, *strides_of(ids, chunks, gates),
+        A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, BLOCK=block,
         UNITS=min(at_once, triton.next_power_of_2(units)), ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
     )  # fmt: skip
 
@@ -151,23 +153,30 @@ class Sorted:
 
 def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down: EncodedWeight) -> Sorted:
     """Sort the pairs for a block of two weights."""
+    pairs, experts = ids.numel(), up.offset.shape[0]
+    tiles = torch.empty(min(pairs, experts) + pairs // tile.mixed, 5, dtype=torch.int32, device=ids.device)
+    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, SLICES=0)
+    return Sorted(order, levels, tiles, peaks, tile)
+
+
+def sort_into(
+    tiles: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, down: EncodedWeight, **cut: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `sort_kernel`, which writes tiles; order and levels int32 [P] and peaks fp32 [2, E] as there."""
     (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device
-    most = min(pairs, experts) + pairs // tile.mixed
     order, levels = torch.empty(2, pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(most, 5, dtype=torch.int32, device=device)
     peaks = torch.empty(2, experts, dtype=torch.float32, device=device)
     keys = 8 * triton.next_power_of_2(experts)
     blocks = triton.cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
-    count_kernel[(blocks,)](ids, chunks, counts, pairs, *_pairs(ids, chunks), **sizes)
-    scales = [part for weight in (up, down) for part in (weight.scales[0], *_tensors(weight, None)[2:4])]  # offset, unit
+    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
+    scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + experts,)](
-        ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, most, *_pairs(ids, chunks),
-        **sizes, BN=tile.pairs, MIXED=tile.mixed, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(),
-        TIED=up.unit is not None, num_warps=8,
+        ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
+        **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None, num_warps=8,
     )  # fmt: skip
-    return Sorted(order, levels, tiles, peaks, tile)
+    return order, levels, peaks
 
 
 def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,8 +186,9 @@ def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     ready = torch.empty(rows, stretches * 128, dtype=torch.float16, device=x.device)
     factor = torch.empty(rows, dtype=torch.float32, device=x.device)
     prepare_kernel[(rows,)](
-        x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=triton.next_power_of_2(stretches)
-    )
+        x, x, ready, factor, x.stride(0), rows, A=0, IN=width, STRETCHES=stretches,
+        STRETCHES_PAD=triton.next_power_of_2(stretches), W=1, GROUP=0, SUMS=0,
+    )  # fmt: skip
     return ready, factor
 
 
@@ -196,8 +206,8 @@ def prefill_product(
     grid = (triton.cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
     for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed))[: 1 if one_k else 2]:
         prefill_kernel[grid](
-            ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *_tensors(weight, bias), out,
-            **_shape(weight), BIAS=bias is not None, ACT=act, GATED=gated, SOURCE=source, TARGET=second, BM=tile.rows,
+            ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *tensors_of(weight, bias), out,
+            **shape_of(weight), BIAS=bias is not None, ACT=act, GATED=gated, SOURCE=source, TARGET=second, BM=tile.rows,
             BN=pairs, SUB=part, MIXED=mixed, NW=tile.warps, ASM=x.is_cuda, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
@@ -226,7 +236,7 @@ def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation:
     prefill_product(hidden, by, True, down, down_bias, "", 0, rows, one_k)
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
-        rows, ids, chunks, gates, out, *_pairs(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
+        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
     )
     return out
 

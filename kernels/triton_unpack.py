@@ -22,6 +22,11 @@ def position(s):
     return s if 4 <= s < 12 else (s + 8) % 16
 
 
+@triton.constexpr_function
+def _add_bits_asm(place):
+    return f"{{ .reg .b32 t; and.b32 t, $1, {1 << place | 1 << (place + 16)}; fma.rn.f16x2 $0, t, $2, $3; }}"
+
+
 @triton.jit
 def halves(pairs):
     """The two fp16 numbers in an int32: lower, upper."""
@@ -39,13 +44,10 @@ def pair(lower, upper):
 @triton.jit
 def add_bits(acc, words, place: tl.constexpr, x, ASM: tl.constexpr):
     """acc + (the bits at `place` of both halves as fp16 numbers) * x; all int32 of two fp16."""
-    mask: tl.constexpr = (1 << place) | (1 << (place + 16))
     if ASM:
-        acc = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $1, $2; fma.rn.f16x2 $0, t, $3, $4; }", "=r,r,r,r,r",
-            [words, tl.full(words.shape, mask, tl.int32), x, acc], tl.int32, True, 1,
-        )  # fmt: skip
+        acc = tl.inline_asm_elementwise(_add_bits_asm(place), "=r,r,r,r", [words, x, acc], tl.int32, True, 1)
     else:
+        mask: tl.constexpr = (1 << place) | (1 << (place + 16))
         a, b = halves(acc)
         p, q = halves(words & mask)
         u, v = halves(x)

@@ -1,6 +1,7 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
-CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode" or "all".
+CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
+"hopper" or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
 spilled registers.
 """
@@ -40,7 +41,7 @@ UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": 
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
 
 
-def compile_for(card, kernel, constants, types=None, **options):
+def compile_for(card, kernel, constants, types=None, source=ASTSource, **options):
     """Shared memory and stack of one kernel, bytes."""
     types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
@@ -52,7 +53,7 @@ def compile_for(card, kernel, constants, types=None, **options):
             hints |= {(position, i): [["tt.divisibility", 16]] for i in range(len(signature[name]))}
         elif signature[name].startswith("*") or name in MULTIPLES_OF_16:
             hints[(position,)] = [["tt.divisibility", 16]]
-    made = triton.compile(ASTSource(kernel, signature, values, hints), target=GPUTarget("cuda", card, 32), options=options)
+    made = triton.compile(source(kernel, signature, values, hints), target=GPUTarget("cuda", card, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -97,9 +98,14 @@ def around(card):
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
-        "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64}, num_warps=8),
+        "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64, "SLICES": 0}, num_warps=8),
+        "slices": compile_for(
+            card, triton_sort.sort_kernel, keys | scales | {"BN": 0, "MIXED": 32, "SLICES": 4}, num_warps=8
+        ),
         "prepare": compile_for(
-            card, triton_sort.prepare_kernel, {"IN": HIDDEN, "STRETCHES": 4, "STRETCHES_PAD": 4}
+            card, triton_sort.prepare_kernel,
+            {"A": ACTIVE, "IN": HIDDEN, "STRETCHES": 16, "STRETCHES_PAD": 16, "W": 2, "GROUP": GROUP, "SUMS": 128},
+            {"rows": "i32"},
         ),
         "combine": compile_for(
             card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}
@@ -143,7 +149,33 @@ def encode(card):
     }
 
 
-SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode}
+def hopper(card):
+    """Every cut of the prefill kernel that only Hopper runs, for both products."""
+    found = {}
+    if card != 90:
+        return found
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from dpamoe.kernels import hopper_experts, hopper_prefill
+
+    for _, tile in hopper_experts.TILES + hopper_experts.TILES_OF_ONE_K:
+        rows = f"tensordesc<fp16[{tile.pairs}, 128],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+        cut = {"P": tile.slices, "S": tile.pairs, "W": 2, "B": 2 if tile.whole else 1, "NW": hopper_experts.WARPS}
+        for name, sizes in (("up", UP | {"TARGET": False}), ("down", DOWN | {"TARGET": True, "ACT": "", "GATED": False})):
+            constants = {key: value for key, value in (sizes | cut).items() if key not in ("E", "ASM")}
+            found[f"hopper {name} {tile.slices} of {tile.pairs}"] = compile_for(
+                card,
+                hopper_prefill.hopper_prefill_kernel,
+                constants,
+                {"x": rows, "rows": "i32"},
+                GluonASTSource,
+                num_warps=hopper_experts.WARPS,
+            )
+    return found
+
+
+SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper}
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]

@@ -1,0 +1,140 @@
+"""The Hopper prefill kernel on such a card, at every group size, scale mode, cut and kind of input (run with -m gpu)."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dpamoe.kernels import grouped, paths
+from dpamoe.kernels.layout import EncodedWeight
+
+hopper_experts = pytest.importorskip("dpamoe.kernels.hopper_experts", exc_type=ImportError)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no CUDA device of compute capability 9.0")]
+
+OPS = torch.ops.dpamoe
+EXPERTS, ACTIVE = 6, 3
+FACTOR = 1.2  # of the error of a bf16 product with the decoded weights
+
+
+def random_weight(out_features, in_features, group, tied=False, dtype=torch.float16):
+    shape = (EXPERTS, out_features, in_features // group)
+    planes = [torch.randint(0, 256, (*shape[:2], in_features // 8), dtype=torch.uint8, device="cuda") for _ in range(8)]
+    if tied:
+        scales = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")]
+        offset = torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda")
+        return EncodedWeight(planes, scales, offset, torch.rand(EXPERTS, device="cuda") + 0.1, in_features, group)
+    scales = [((torch.rand(shape, device="cuda") + 0.5) * 0.02 * 0.5**c).to(dtype) for c in range(8)]
+    return EncodedWeight(planes, scales, (torch.randn(shape, device="cuda") * 0.01).to(dtype), None, in_features, group)
+
+
+def opened(weight, bias=None):
+    return weight.planes, weight.scales, weight.offset, weight.unit, bias
+
+
+def routing(tokens, hidden, most=9):
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(ACTIVE, 1).indices
+    ids[ids == 4] = EXPERTS  # padding; one expert is never used
+    chunks = torch.randint(0, most, (tokens, ACTIVE), dtype=torch.int32, device="cuda")
+    return torch.randn(tokens, hidden, device="cuda").bfloat16(), ids, torch.rand(tokens, ACTIVE, device="cuda"), chunks
+
+
+def decoded(weight, dtype=torch.float64):
+    """All experts at every k, [8, E, O, I]."""
+    return torch.stack([grouped.decode(weight, k) for k in range(1, 9)]).to(dtype)
+
+
+def multiply(x, ids, chunks, dense, bias):
+    """Rows times the weights that their pairs read, in the dtype of `dense`; zeros where there is nothing to read."""
+    out = torch.zeros(*ids.shape, dense.shape[2], dtype=dense.dtype, device="cuda")
+    for token, slot in ((ids < EXPERTS) & (chunks > 0)).nonzero().tolist():
+        row = x[token, slot] if x.dim() == 3 else x[token]
+        expert, k = int(ids[token, slot]), int(chunks[token, slot])
+        own = None if bias is None else bias[expert].to(dense.dtype)
+        out[token, slot] = F.linear(row.to(dense.dtype), dense[k - 1, expert], own)
+    return out
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+WORDS = {(32, 384): 1, (32, 4096): 1, (64, 512): 2, (128, 768): 2, (256, 1024): 4}
+WORDS_TIED = {(32, 384): 1, (64, 512): 2, (128, 512): 4}  # codes are bytes, and the least that is copied is 4 of them
+
+
+@pytest.mark.parametrize(
+    ("group", "width", "words", "tied"),
+    [(*case, words, False) for case, words in WORDS.items()] + [(*case, words, True) for case, words in WORDS_TIED.items()],
+)
+def test_groups_and_scale_modes(group, width, words, tied):
+    weight = random_weight(200, width, group, tied)
+    x, ids, _, chunks = routing(90, width)
+    assert hopper_experts.words_at_once(weight) == words
+    with paths.forced("prefill"):
+        found = OPS.expert_matmul(x, ids, chunks, *opened(weight), group)
+    expected = multiply(x, ids, chunks, decoded(weight), None)
+    assert error(found, expected) < FACTOR * error(multiply(x, ids, chunks, decoded(weight, torch.bfloat16), None), expected)
+    assert (found[(ids == EXPERTS) | (chunks == 0)] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 80, 300])
+@pytest.mark.parametrize("one_k", [False, True])
+def test_every_cut(tokens, one_k):
+    up, down = random_weight(2 * 256, 512, 128), random_weight(512, 256, 128)
+    x, ids, gates, chunks = routing(tokens, 512)
+    chunks = torch.full_like(chunks, 5) if one_k else chunks
+    with paths.forced("prefill"):
+        found = OPS.expert_ffn(x, ids, gates, chunks, *opened(up), *opened(down), "silu_mul", 128, one_k)
+        again = OPS.expert_ffn(x, ids, gates, chunks, *opened(up), *opened(down), "silu_mul", 128, one_k)
+    assert torch.equal(found, again)
+
+    def exact(dtype):
+        both = multiply(x, ids, chunks, decoded(up, dtype), None)
+        rows = multiply(F.silu(both[..., :256]) * both[..., 256:], ids, chunks, decoded(down, dtype), None)
+        return torch.einsum("tah,ta->th", rows.double(), gates.double())
+
+    expected = exact(torch.float64)
+    assert error(found, expected) < FACTOR * error(exact(torch.bfloat16).bfloat16(), expected)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [("gelu_tanh_mul", torch.bfloat16), ("swigluoai", torch.float16), ("relu2", torch.bfloat16), ("gelu", torch.float16)],
+)
+def test_biases_activations_and_row_types(activation, dtype):
+    rows = 2 * 256 if activation in ("gelu_tanh_mul", "swigluoai") else 256
+    up, down = random_weight(rows, 512, 64), random_weight(384, 256, 64)
+    up_bias, down_bias = torch.randn(EXPERTS, rows, device="cuda").half(), torch.randn(EXPERTS, 384, device="cuda").half()
+    x, ids, gates, chunks = routing(40, 512)
+    x = x.to(dtype)
+    arguments = (ids, gates, chunks, *opened(up, up_bias), *opened(down, down_bias), activation, 64)
+    with paths.forced("prefill"):
+        found = OPS.expert_ffn(x, *arguments)
+    cpu = [[t.cpu() for t in a] if isinstance(a, list) else a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
+    expected = OPS.expert_ffn(x.float().cpu(), *cpu).double().cuda()
+    assert error(found, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-3)  # half of their last digit, once per rounding
+
+
+def test_rows_of_their_own_and_strides():
+    weight = random_weight(130, 256, 128)
+    _, ids, _, chunks = routing(50, 256)
+    x = torch.randn(50, 2 * ACTIVE, 256, device="cuda").bfloat16()[:, ::2]
+    with paths.forced("prefill"):
+        found = OPS.expert_matmul(x, ids, chunks.t().contiguous().t(), *opened(weight), 128)
+    expected = multiply(x, ids, chunks, decoded(weight), None)
+    assert error(found, expected) < 4e-3  # bf16 output
+
+
+def test_it_is_this_kernel_that_runs(monkeypatch):
+    """The tests of this file would pass through other kernels too."""
+    weight, calls = random_weight(64, 256, 128), []
+    monkeypatch.setattr(hopper_experts, "product", lambda *a, **k: calls.append(a))
+    x, ids, _, chunks = routing(20, 256)
+    with paths.forced("prefill"):
+        OPS.expert_matmul(x, ids, chunks, *opened(weight), 128)
+    assert len(calls) == 1
