@@ -162,7 +162,9 @@ def hopper(card):
     for _, tile in hopper_experts.TILES + hopper_experts.TILES_OF_ONE_K:
         rows = f"tensordesc<fp16[{tile.pairs}, 128],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
         cut = {"P": tile.slices, "S": tile.pairs, "W": 2, "B": 2 if tile.whole else 1, "NW": hopper_experts.WARPS}
-        for name, sizes in (("up", UP | {"TARGET": False}), ("down", DOWN | {"TARGET": True, "ACT": "", "GATED": False})):
+        down = DOWN | {"TARGET": True, "ACT": "", "GATED": False}
+        narrow = down | {"IN": 2 * GROUP, "GROUPS": 2}  # a single stretch, after which there is nothing more to ask for
+        for name, sizes in (("up", UP | {"TARGET": False}), ("down", down), ("narrow", narrow)):
             constants = {key: value for key, value in (sizes | cut).items() if key not in ("E", "ASM")}
             found[f"hopper {name} {tile.slices} of {tile.pairs}"] = compile_for(
                 card,

@@ -13,6 +13,7 @@ import torch
 import dpamoe
 from dpamoe import checkpoint
 from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.passes.backend import compile_backend
 from dpamoe.sites import ExpertLayout, Site, Stack
 
 IDS = torch.randint(3, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -241,7 +242,7 @@ def test_on_a_gpu_nothing_is_compiled_anew_and_memory_is_free(tiny_saved):
     torch._dynamo.reset()
     counters.clear()
     model, ids = dpamoe.load(tiny_saved, 2, device="cuda"), IDS.cuda()
-    compiled = torch.compile(model, backend="dpamoe", fullgraph=True)
+    compiled = torch.compile(model, backend=compile_backend, fullgraph=True)
     logits(compiled, ids)
     gc.collect()
     torch.cuda.synchronize()
