@@ -4,30 +4,25 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
-import psutil
 import torch
 from safetensors.torch import save_file
 
 from dpamoe import calibration as calibrate
-from dpamoe import checkpoint, storage, text
+from dpamoe import checkpoint, own_text, storage
 from dpamoe.encode import check_group
-from dpamoe.files import read_json, sync, write_json
+from dpamoe.files import sync, write_json
 from dpamoe.forecast import Forecast, check_memory, companions_of, forecast
 from dpamoe.journal import JOURNAL, Journal, clear, finish, working_in
 from dpamoe.layers import Outline, outline
-from dpamoe.mapping import drop_part, load_part
 from dpamoe.shards import Shards
 from dpamoe.sites import Site
 from dpamoe.source import open_source
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
-from dpamoe.stream import Work, check_finite, settings, stream
+from dpamoe.stream import Work, settings, stream
 
 logger = logging.getLogger("dpamoe")
-WHOLE = 0.4  # of the memory that is free: a model that takes less is loaded whole to write its own calibration text
-WRITTEN_TEXT = "dpamoe.calibration.json"  # token ids that the model wrote, while the conversion is under way
 TOLERATED = 0.01  # between the predicted and the written size
 
 
@@ -53,6 +48,9 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
     for sketch in plan.sketches:
         check_group(job.spec, min(sketch.hidden, sketch.inner), sketch.path)
     found = forecast(plan, job.spec, companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW))
+    if job.calibration is None:
+        own_text.check_can_write(plan.model)
+        found = replace(found, memory=max(found.memory, own_text.writing_memory(plan)))
     check_memory(plan, found, job.max_memory)
     return plan, found
 
@@ -141,45 +139,8 @@ def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> dict[st
 
 
 def calibration_batches(job: Job, plan: Outline, partial: Path) -> list[calibrate.Batch]:
-    """Token ids for the residual profile: of a file, written by the model itself, or of the text that comes with dpamoe.
-
-    A model that does not fit in memory would be read once for every token it writes; the shipped English text stands in.
-    What was chosen without a file is kept while the conversion is under way, so that it goes on with the same.
-    """
-    if job.calibration is not None:
-        return list(calibrate.calibration_batches(plan.model, text.read_text(job.calibration), None))
-    kept = partial / WRITTEN_TEXT
-    if kept.is_file():
-        ids = [torch.tensor(batch) for batch in read_json(kept, "start again with --no-resume")["batches"]]
-        return [((), {"input_ids": batch}) for batch in ids]
-    free = min(psutil.virtual_memory().available, job.max_memory or 1 << 62)
-    batches = _own_text(plan, job.device) if _fits(plan, WHOLE * free) else _shipped_text(plan)
-    write_json(kept, {"batches": [kwargs["input_ids"].tolist() for _, kwargs in batches]})
-    return batches
-
-
-def _fits(plan: Outline, limit: float) -> bool:
-    return plan.bytes_of(list(plan.mapping.wanted)) <= limit and hasattr(plan.model, "generate")
-
-
-def _shipped_text(plan: Outline) -> list[calibrate.Batch]:
-    logger.warning(
-        "the model takes %.1f GiB, too much to write its own calibration text here: using the English text that comes with "
-        "dpamoe; --calibration FILE with text of your use is better", plan.bytes_of(list(plan.mapping.wanted)) / 2**30,
-    )  # fmt: skip
-    shipped = resources.files("dpamoe.assets") / "text" / "calibration.txt"
-    return list(calibrate.calibration_batches(plan.model, shipped.read_text(encoding="utf-8"), None))
-
-
-def _own_text(plan: Outline, device: str) -> list[calibrate.Batch]:
-    names = list(plan.mapping.wanted)
-    load_part(plan.mapping, plan.model, plan.source, names, device)
-    try:
-        check_finite(plan, names)
-        batches = calibrate.own_text(plan.model)
-    finally:
-        drop_part(plan.mapping, plan.model, names)
-    return [((), {"input_ids": kwargs["input_ids"].cpu()}) for _, kwargs in batches]
+    """Token ids for the residual profile, of the file that the job names or written by the model itself."""
+    return own_text.batches(plan, job.calibration, partial / own_text.WRITTEN, job.device, job.max_memory)
 
 
 def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journal: Journal, shards: Shards) -> None:
@@ -195,7 +156,7 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journ
         plan.model.generation_config.save_pretrained(partial)
     (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")
     write_json(partial / "config.json", storage.plain_config(plan.model) | {"quantization_config": held})
-    for pattern in ("*.growing", "*.new", "*.partial", WRITTEN_TEXT):  # also of runs that were killed
+    for pattern in ("*.growing", "*.new", "*.partial", own_text.WRITTEN):  # also of runs that were killed
         for leftover in partial.glob(pattern):
             leftover.unlink()
     write_json(partial / checkpoint.INDEX, index)

@@ -328,25 +328,3 @@ def test_too_little_memory_is_said_first(qwen, tmp_path):
     with pytest.raises(ValueError, match=r"needs about .* GiB of memory, .* model.layers.0, .* --max-memory allows 0.2 GiB"):
         convert.convert(Job(qwen, tmp_path / "out", SPEC, max_memory=200 << 20))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow  # the model writes 8000 tokens, twice
-def test_without_a_file_the_model_writes_the_text_or_the_shipped_one_stands_in(tiny_dir, tmp_path, caplog, monkeypatch):
-    spec = dpamoe.EncodeSpec(iterations=0, k_max=2)
-    model = storage.load_original(tiny_dir)
-    dpamoe.save(dpamoe.transform(model, 2.0, spec=spec), tmp_path / "memory")
-    convert.convert(Job(tiny_dir, tmp_path / "own", spec, 2.0))
-    assert (tmp_path / "own" / checkpoint.RESIDUALS).read_bytes() == (tmp_path / "memory" / checkpoint.RESIDUALS).read_bytes()
-    monkeypatch.setattr(convert, "WHOLE", 0.0)
-    with caplog.at_level(logging.WARNING, "dpamoe"):
-        convert.convert(Job(tiny_dir, tmp_path / "shipped", spec, 2.0))
-    assert "using the English text that comes with dpamoe" in caplog.text
-    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
-    model = dpamoe.transform(storage.load_original(tiny_dir), 2.0, spec=spec, calibration=text)
-    dpamoe.save(model, tmp_path / "with text")
-    assert (tmp_path / "shipped" / checkpoint.RESIDUALS).read_bytes() == (
-        tmp_path / "with text" / checkpoint.RESIDUALS
-    ).read_bytes()
-    assert not [
-        file for file in (tmp_path / "own").iterdir() if file.name.startswith("dpamoe.") and file.name != checkpoint.INDEX
-    ]
