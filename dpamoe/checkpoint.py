@@ -69,7 +69,7 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     ValueError if `out` exists. A leftover out.partial of an earlier, broken run is replaced.
     """
     check_new(out)
-    partial = _partial(out)
+    partial = partial_of(out)
     if (partial / JOURNAL).exists():
         raise ValueError(f"{partial} holds an unfinished `dpamoe convert`: run that again to finish it, or delete the folder")
     if partial.exists():
@@ -112,12 +112,12 @@ def check_new(out: Path) -> None:
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, does not exist: make it first")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, cannot be written to: choose another place")
-    partial = _partial(out)
+    partial = partial_of(out)
     if partial.exists() and not (partial / MARKER).is_file():
         raise ValueError(f"{partial} is in the way and not from a broken conversion: move it, or choose another name")
 
 
-def _partial(out: Path) -> Path:
+def partial_of(out: Path) -> Path:
     """Where a folder is written before it gets its name."""
     return out.with_name(out.name + ".partial")
 

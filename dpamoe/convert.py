@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,13 +16,14 @@ from dpamoe import checkpoint, own_text, storage
 from dpamoe.encode import check_group
 from dpamoe.files import sync, write_json
 from dpamoe.forecast import Forecast, check_memory, companions_of, forecast
-from dpamoe.journal import JOURNAL, Journal, clear, finish, working_in
+from dpamoe.journal import JOURNAL, Journal, clear, finish, partial_of, working_in
 from dpamoe.layers import Outline, outline
 from dpamoe.shards import Shards
 from dpamoe.sites import Site
 from dpamoe.source import open_source
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
 from dpamoe.stream import Work, settings, stream
+from dpamoe.team import ALONE, WORKER, Team, at_work
 
 logger = logging.getLogger("dpamoe")
 TOLERATED = 0.01  # between the predicted and the written size
@@ -55,8 +58,8 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
     return plan, found
 
 
-def preview(job: Job, again: bool = False) -> dict:
-    """What `convert` would write and how much memory it would take; nothing is written. again: as in `convert`."""
+def preview(job: Job, again: bool = False, team: Team = ALONE) -> dict:
+    """What `convert` would write and how much memory it would take; nothing is written. again, team: as in `convert`."""
     plan, found = prepare(replace(job, source=Path(job.source)))
     return {
         "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
@@ -65,29 +68,36 @@ def preview(job: Job, again: bool = False) -> dict:
     }  # fmt: skip
 
 
-def convert(job: Job, again: bool = False) -> dict:
+def convert(job: Job, again: bool = False, team: Team = ALONE) -> dict | None:
     """Encode one folder into another, streaming; returns what was encoded and written.
 
     An interrupted run of the same settings goes on where it stopped. again: a folder that is complete already, of the same
-    source and settings, is no error. Raises ValueError, and OSError of the disk, with nothing under the output's name.
+    source and settings, is no error. team: several processes that all call this share the layers; the bytes are the same,
+    and the first of them returns something. Raises ValueError, and OSError of the disk, with nothing under the output's name.
     """
     job = replace(job, source=Path(job.source), out=Path(job.out).absolute())
-    stopped_late = job.out.is_dir() and clear(job.out)
-    if not stopped_late and not (again and _is_result(job)):
-        checkpoint.check_new(job.out)
-        plan, found = prepare(job)
-        _say(plan, found)
-        with working_in(job.out, job.resume) as partial:
-            try:
-                refused = _convert(job, plan, found, partial)
-            except OSError as error:
-                raise OSError(
-                    f"{partial} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
-                    "then run the same command again, which goes on where this one stopped"
-                ) from error
-        return described(job, plan, refused)
-    logger.info("%s is complete already", job.out)
-    return described(job, outline(open_source(job.source), job.ignore), {})
+    stopped_late = team.gather(team.together(lambda: team.main and job.out.is_dir() and clear(job.out)))[0]
+    if team.together(lambda: stopped_late or (again and _is_result(job))):
+        logger.info("%s is complete already", job.out)
+        return described(job, outline(open_source(job.source), job.ignore), {})
+    team.together(lambda: team.main and checkpoint.check_new(job.out))
+    plan, found = team.together(lambda: prepare(job))
+    with ExitStack() as held, _full_disk(job.out, found):
+        team.together(lambda: team.main and held.enter_context(working_in(job.out, job.resume)))
+        refused = _convert(job, plan, found, partial_of(job.out), team)
+    return described(job, plan, refused) if team.main else None
+
+
+@contextmanager
+def _full_disk(out: Path, found: Forecast) -> Iterator[None]:
+    """Say what to do when nothing more can be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{partial_of(out)} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
+            "then run the same command again, which goes on where this one stopped"
+        ) from error
 
 
 def _is_result(job: Job) -> bool:
@@ -116,26 +126,40 @@ def _say(plan: Outline, found: Forecast) -> None:
             logger.warning("left out: %d tensors that %s, such as %s", len(names), kind, names[0])
 
 
-def _convert(job: Job, plan: Outline, found: Forecast, partial: Path) -> dict[str, str]:
+def _convert(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> dict[str, str]:
     """Do the work in a folder of our own, then give it its name; returns experts that were left alone, and why."""
+    work = team.together(lambda: _opened(job, plan, found, partial, team) if team.main else None)
+    with at_work(team, partial):
+        work = team.together(lambda: work or _work(job, plan, found, partial, team))
+        stream(work)
+        if team.main:
+            _put_in_place(job, plan, found, partial, work)
+            finish(partial, job.out)
+    return {path: reason for unit in work.journal.units.values() for path, reason in unit["refused"].items()}
+
+
+def _work(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> Work:
     batches = calibration_batches(job, plan, partial)
-    example = calibrate.example_batch(plan.model, None)
     journal = Journal(partial, settings(plan, job.spec, batches, job.device) | {"budget": job.budget})
-    shards = Shards(partial, found.rooms, journal.shards)
-    shards.recover()
-    written = sum(shard["bytes"] for group in shards.state.values() for shard in group)
+    example = calibrate.example_batch(plan.model, None)
+    return Work(plan, job.spec, [example, *batches], journal, Shards(partial, found.rooms, journal.shards), job.device, team)
+
+
+def _opened(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> Work:
+    """The work, with what a run before left put in order, and room on the disk."""
+    _say(plan, found)
+    work = _work(job, plan, found, partial, team)
+    work.shards.recover()
+    written = sum(shard["bytes"] for group in work.shards.state.values() for shard in group)
     free = shutil.disk_usage(partial).free
     if free < found.bytes - written:
         raise ValueError(
             f"{partial} needs {(found.bytes - written) / 2**30:.2f} GiB more, and its disk has {free / 2**30:.2f} GiB free: "
             "make room, or choose another --output-dir"
         )
-    if journal.units:
-        logger.info("going on: %d parts are done", len(journal.units))
-    stream(Work(plan, job.spec, [example, *batches], journal, shards, job.device))
-    _put_in_place(job, plan, found, partial, journal, shards)
-    finish(partial, job.out)
-    return {path: reason for unit in journal.units.values() for path, reason in unit["refused"].items()}
+    if work.journal.units:
+        logger.info("going on: %d parts are done", len(work.journal.units))
+    return work
 
 
 def calibration_batches(job: Job, plan: Outline, partial: Path) -> list[calibrate.Batch]:
@@ -143,20 +167,21 @@ def calibration_batches(job: Job, plan: Outline, partial: Path) -> list[calibrat
     return own_text.batches(plan, job.calibration, partial / own_text.WRITTEN, job.device, job.max_memory)
 
 
-def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, journal: Journal, shards: Shards) -> None:
+def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, work: Work) -> None:
     """Headers, names, residual tables, config, index and companions: the folder is whole then, but for its name."""
-    sites = [site for path in plan.layers for site in journal.units[path]["sites"]]
+    units = work.journal.units
+    sites = [site for path in plan.layers for site in units[path]["sites"]]
     if not sites:
         raise ValueError(f"none of the experts of {job.source} reproduced its own output, so nothing was encoded: report this")
-    index = _place(partial, shards)
-    unreached = {path: ids for unit in journal.units.values() for path, ids in unit["unreached"].items()}
+    index = _place(partial, work.shards)
+    unreached = {path: ids for unit in units.values() for path, ids in unit["unreached"].items()}
     held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), _relative_source(job), sites, unreached)
     storage.copy_companions(job.source, partial)
     if getattr(plan.model, "generation_config", None) is not None:
         plan.model.generation_config.save_pretrained(partial)
     (partial / "README.md").write_text(_card(job, len(sites)), encoding="utf-8")
     write_json(partial / "config.json", storage.plain_config(plan.model) | {"quantization_config": held})
-    for pattern in ("*.growing", "*.new", "*.partial", own_text.WRITTEN):  # also of runs that were killed
+    for pattern in ("*.growing", "*.new", "*.partial", f"{WORKER}.*", own_text.WRITTEN):  # also of runs that were killed
         for leftover in partial.glob(pattern):
             leftover.unlink()
     write_json(partial / checkpoint.INDEX, index)

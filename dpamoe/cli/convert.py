@@ -6,8 +6,9 @@ from pathlib import Path
 
 from dpamoe import convert as conversion
 from dpamoe import text
-from dpamoe.cli import options
+from dpamoe.cli import jobs, options
 from dpamoe.tables import aligned
+from dpamoe.team import Team, ToldElsewhere, launched
 
 NAME = "convert"
 HELP = "encode the routed experts of model folders, one layer in memory at a time; goes on where it was stopped"
@@ -32,12 +33,24 @@ def arguments(parser) -> None:
     parser.add_argument("--max-memory", type=options.size, metavar="SIZE", help="refuse what needs more, such as 24GiB")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written and how much memory it takes")
     parser.add_argument("--no-resume", dest="resume", action="store_false", help="start again instead of going on")
+    parser.add_argument(
+        "--jobs", type=options.positive, default=1, metavar="N",
+        help="start N processes that share the layers of each model, as `accelerate launch` does",
+    )  # fmt: skip
     options.encode_flags(parser)
     options.device_flag(parser)
 
 
-def run(args) -> dict:
-    """Check what can be checked first, then convert one folder, or each of several and say how it went."""
+def run(args) -> dict | None:
+    """Check what can be checked first, then convert one folder, or each of several and say how it went.
+
+    One of several processes that were started together returns something.
+    """
+    team = launched()
+    if args.jobs > 1 and team.count == 1 and not args.dry_run:
+        raise SystemExit(jobs.launch(args.jobs, args.argv, args.debug))
+    if team.count > 1:
+        jobs.sign(logger, team)
     sources = [*args.source, *_listed(args.batch)]
     if not sources:
         raise ValueError("no model was named: give model folders, or a file that lists them with --batch")
@@ -45,13 +58,14 @@ def run(args) -> dict:
         text.read_text(args.calibration)
     spec = options.encode_spec(args)
     job = conversion.Job(
-        Path(sources[0]), args.output_dir, spec, args.budget, args.calibration, tuple(args.ignore), args.device,
-        args.max_memory, args.resume,
+        Path(sources[0]), args.output_dir, spec, args.budget, args.calibration, tuple(args.ignore),
+        jobs.device_of(args.device, team), args.max_memory, args.resume,
     )  # fmt: skip
     one = conversion.preview if args.dry_run else conversion.convert
     if len(sources) == 1 and args.batch is None:
-        return one(job)
-    return _several(one, job, sources)
+        return one(job, team=team)
+    outcome = _several(one, job, sources, team)
+    return outcome if team.main else None
 
 
 def _listed(batch: Path | None) -> list[str]:
@@ -62,7 +76,7 @@ def _listed(batch: Path | None) -> list[str]:
     return [str(batch.parent / line) for line in lines if line and not line.startswith("#")]
 
 
-def _several(one, job: conversion.Job, sources: list[str]) -> dict:
+def _several(one, job: conversion.Job, sources: list[str], team: Team) -> dict:
     """Convert each into its own folder of the output folder; one that fails does not stop the others."""
     names = [Path(source).absolute().name for source in sources]
     double = next((name for name in names if names.count(name) > 1), None)
@@ -74,8 +88,10 @@ def _several(one, job: conversion.Job, sources: list[str]) -> dict:
     for source, name in zip(sources, names, strict=True):
         own = replace(job, source=Path(source), out=job.out / name)
         try:
-            models.append({"failed": False, **one(own, again=True)})
+            models.append({"failed": False, **(one(own, again=True, team=team) or {})})
         except (ValueError, OSError, MemoryError) as error:
+            if isinstance(error, ToldElsewhere) and not team.main:
+                continue
             reason = " ".join(str(error).split()) or type(error).__name__
             logger.error("%s failed: %s", source, reason)
             models.append({"failed": True, "source": source, "output_dir": str(own.out), "error": reason})

@@ -8,6 +8,7 @@ import warnings
 
 from dpamoe import __version__
 from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, plan, plot, profile, reproduce, tune, verify
+from dpamoe.team import ToldElsewhere
 
 COMMANDS = (demo, plan, convert, verify, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
 
@@ -32,9 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; results go to stdout, progress and errors to stderr."""
     args = build_parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     _quiet_libraries()
     try:
         result = args.run(args)
+        if result is None:  # another process shows it
+            return 0
         print(json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result), flush=True)
     except KeyboardInterrupt:
         print(
@@ -44,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
+        return 1
+    except ToldElsewhere:
         return 1
     except (ValueError, OSError, MemoryError) as error:
         if args.debug:
