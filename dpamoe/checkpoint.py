@@ -193,6 +193,8 @@ def read_index(folder: str | Path, k_max: int | None = None, without_residuals: 
     settings = read_config(folder).get("quantization_config") or {}
     if settings.get("quant_method") != "dpamoe":
         raise ValueError(f"{folder} is not a dpamoe checkpoint: convert the model first (dpamoe convert)")
+    if (folder / MARKER).exists():
+        raise ValueError(f"{folder} is being written, or was left unfinished: run the same command again, which finishes it")
     if settings.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{folder} has format version {settings.get('version')}, this dpamoe reads version {FORMAT_VERSION}: "

@@ -15,7 +15,7 @@ from dpamoe import calibration as calibrate
 from dpamoe import checkpoint, own_text, storage
 from dpamoe.encode import check_group
 from dpamoe.files import sync, write_json
-from dpamoe.forecast import Forecast, check_memory, companions_of, forecast
+from dpamoe.forecast import Forecast, check_memory, check_size, companions_of, forecast, written_size
 from dpamoe.journal import JOURNAL, Journal, clear, finish, partial_of, working_in
 from dpamoe.layers import Outline, outline
 from dpamoe.shards import Shards
@@ -26,7 +26,6 @@ from dpamoe.stream import Work, settings, stream
 from dpamoe.team import ALONE, WORKER, Team, at_work
 
 logger = logging.getLogger("dpamoe")
-TOLERATED = 0.01  # between the predicted and the written size
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,16 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, work:
         for leftover in partial.glob(pattern):
             leftover.unlink()
     write_json(partial / checkpoint.INDEX, index)
-    _check_size(partial, found, plan, sites)
+    _check_size(job, plan, found, partial, work, [site["path"] for site in sites])
+
+
+def _check_size(job: Job, plan: Outline, found: Forecast, partial: Path, work: Work, sites: list[str]) -> None:
+    tensors = {
+        name: fields for group in work.shards.state.values() for shard in group for name, fields in shard["tensors"].items()
+    }
+    size, reasons = written_size(plan, job.spec, found, sites, tensors)
+    written = sum(file.stat().st_size for file in partial.iterdir() if file.name not in (JOURNAL, checkpoint.MARKER))
+    check_size(size, written, reasons, found, partial, len(sites))
 
 
 def _place(partial: Path, shards: Shards) -> dict[str, dict]:
@@ -211,15 +219,6 @@ def _card(job: Job, sites: int) -> str:
         name=job.out.name, budget=job.budget, lower=spec.k_min, sites=sites, k_max=spec.k_max, k_min=spec.k_min,
         group=spec.group_size,
     )  # fmt: skip
-
-
-def _check_size(partial: Path, found: Forecast, plan: Outline, sites: list[dict]) -> None:
-    """ValueError if the folder is not as large as predicted, although everything predicted was encoded in fp16 scales."""
-    written = sum(file.stat().st_size for file in partial.iterdir() if file.name not in (JOURNAL, checkpoint.MARKER))
-    logger.info("predicted %d bytes, wrote %d (%+.2f %%)", found.bytes, written, 100 * (written / found.bytes - 1))
-    as_planned = len(sites) == len(plan.sketches)
-    if as_planned and abs(written / found.bytes - 1) > TOLERATED:
-        logger.warning("the folder is not as large as predicted: look at `dpamoe inspect`")
 
 
 def described(job: Job, plan: Outline, refused: dict[str, str]) -> dict:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dpamoe
-from dpamoe import calibration, checkpoint, convert, storage
+from dpamoe import calibration, checkpoint, convert, storage, stream
 from dpamoe.convert import Job
 from dpamoe.modules import encoded_experts
 
@@ -322,6 +322,62 @@ def test_what_is_predicted_is_written(qwen, given_ids, tmp_path):
     outcome = convert.convert(Job(qwen, tmp_path / "out", SPEC))
     assert foreseen["predicted_bytes"] == pytest.approx(outcome["bytes"], rel=0.01)
     assert foreseen["encoded_bytes"] == outcome["encoded_bytes"] and foreseen["experts"] == outcome["experts"]
+
+
+def scaled(factor):
+    def function(tensors):
+        for name in tensors:
+            if ".1.mlp.experts." in name:
+                tensors[name].mul_(factor)
+
+    return change(function)
+
+
+def test_scales_that_need_more_room_are_said_and_counted(qwen, given_ids, tmp_path, caplog):
+    source = shutil.copytree(qwen, tmp_path / "source")
+    scaled(1e-7)(source)
+    with caplog.at_level(logging.INFO, "dpamoe"):
+        outcome = convert.convert(Job(source, tmp_path / "out", SPEC))
+    foreseen = convert.preview(Job(source, tmp_path / "other", SPEC))
+    rows = 8 * (64 * 2 + 64 * 1)  # experts, rows of both matrices with their groups of 32
+    assert (
+        f"not as predicted: 18 tensors of scales need fp32, since fp16 does not hold their range (+{rows * 9 * 2:,}"
+        in caplog.text
+    )
+    assert outcome["bytes"] - foreseen["predicted_bytes"] == pytest.approx(rows * 9 * 2, rel=0.05)  # texts are estimated
+
+
+def test_experts_that_turn_out_different_are_said_and_counted(qwen, given_ids, tmp_path, caplog, monkeypatch):
+    original = stream.verified_sites
+
+    def without_the_first(plan, layer, inputs):
+        sites, refused = original(plan, layer, inputs)
+        return ([], {sites[0].path: "odd"}) if layer == "model.layers.0" else (sites, refused)
+
+    monkeypatch.setattr(stream, "verified_sites", without_the_first)
+    with caplog.at_level(logging.INFO, "dpamoe"):
+        outcome = convert.convert(Job(qwen, tmp_path / "out", SPEC))
+    assert "not as predicted: model.layers.0.mlp.experts stays as it is" in caplog.text
+    assert outcome["refused"] == {"model.layers.0.mlp.experts": "odd"} and outcome["sites"] == 1
+    assert list(encoded_experts(dpamoe.load(tmp_path / "out"))) == ["model.layers.1.mlp.experts"]
+
+
+def test_a_size_that_nothing_explains_is_an_error(qwen, given_ids, tmp_path, monkeypatch):
+    original = storage.copy_companions
+
+    def and_more(source, folder):
+        original(source, folder)
+        (folder / "twice.bin").write_bytes(bytes(20_000))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "copy_companions", and_more)
+        with pytest.raises(
+            ValueError, match=r"out.partial has .* bytes, and what was encoded takes .*: something is there twice"
+        ):
+            convert.convert(Job(qwen, tmp_path / "out", SPEC))
+    with pytest.raises(ValueError, match="out.partial is being written, or was left unfinished: run the same command again"):
+        dpamoe.load(tmp_path / "out.partial")
+    convert.convert(Job(qwen, tmp_path / "out", SPEC, resume=False))
 
 
 def test_too_little_memory_is_said_first(qwen, tmp_path):
