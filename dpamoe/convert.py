@@ -1,5 +1,6 @@
 """Convert model folders: check everything first, stream, put the result in place; one folder or many."""
 
+import errno
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dpamoe import calibration as calibrate
@@ -81,22 +83,25 @@ def convert(job: Job, again: bool = False, team: Team = ALONE) -> dict | None:
         return described(job, outline(open_source(job.source), job.ignore), {})
     team.together(lambda: team.main and checkpoint.check_new(job.out))
     plan, found = team.together(lambda: prepare(job))
-    with ExitStack() as held, _full_disk(job.out, found):
+    with ExitStack() as held, _disk_errors(job, found):
         team.together(lambda: team.main and held.enter_context(working_in(job.out, job.resume)))
         refused = _convert(job, plan, found, partial_of(job.out), team)
     return described(job, plan, refused) if team.main else None
 
 
 @contextmanager
-def _full_disk(out: Path, found: Forecast) -> Iterator[None]:
-    """Say what to do when nothing more can be written."""
+def _disk_errors(job: Job, found: Forecast) -> Iterator[None]:
+    """Say what to do when nothing more can be written, or the source is gone."""
+    again = "then run the same command again, which goes on where this one stopped"
     try:
         yield
-    except OSError as error:
-        raise OSError(
-            f"{partial_of(out)} could not be written ({error.strerror or error}): make room for {found.bytes / 2**30:.2f} GiB, "
-            "then run the same command again, which goes on where this one stopped"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+        if file and Path(file).is_relative_to(job.source):
+            raise OSError(f"{file} could not be read any more ({reason}): put it back, {again}") from error
+        full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = f"make room for {found.bytes / 2**30:.2f} GiB" if full else "make it writable"
+        raise OSError(f"{partial_of(job.out)} could not be written ({reason}): {remedy}, {again}") from error
 
 
 def _is_result(job: Job) -> bool:
