@@ -11,6 +11,7 @@ import hashlib
 import logging
 from dataclasses import asdict, dataclass, replace
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -145,6 +146,7 @@ def _layer(work: Work, sweep: Sweep, layer: str, bar, behind: list[str] | None) 
     """One layer: into memory, through, out of memory. behind: the layers it is to be written behind; None: not encoded."""
     plan = work.plan
     names = plan.mapping.below(layer)
+    logger.debug("%s: %.2f GiB into memory; %s", layer, plan.bytes_of(names) / 2**30, _memory())
     load_part(plan.mapping, plan.model, plan.source, names, work.device)
     try:
         if layer not in work.journal.units:
@@ -157,6 +159,12 @@ def _layer(work: Work, sweep: Sweep, layer: str, bar, behind: list[str] | None) 
     finally:
         drop_part(plan.mapping, plan.model, names)
         give_back()
+
+
+def _memory() -> str:
+    """What this process holds and what the machine has left, in words."""
+    held, free = psutil.Process().memory_info().rss, psutil.virtual_memory().available
+    return f"{held / 2**30:.2f} GiB held, {free / 2**30:.1f} GiB free"
 
 
 def give_back() -> None:
@@ -244,6 +252,8 @@ def _finish(work: Work, unit: str, outcome: dict) -> None:
     work.journal.units[unit] = outcome
     work.journal.shards = work.shards.state
     work.journal.write()
+    size = sum(shard["bytes"] for group in work.shards.state.values() for shard in group)
+    logger.debug("%s: on the disk, %.2f GiB in all; %s", unit, size / 2**30, _memory())
 
 
 def settings(plan: Outline, spec: EncodeSpec, batches: list[calibrate.Batch], device: str) -> dict:

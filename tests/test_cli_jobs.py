@@ -55,7 +55,10 @@ def test_launched_by_accelerate_each_encodes_every_second_layer(arguments, one, 
     assert sorted(encoded) == [("1", LAYERS[0]), ("1", LAYERS[2]), ("2", LAYERS[1]), ("2", LAYERS[3])]
     assert json.loads(done.stdout)["experts"] == 64  # one of them speaks
     assert contents(out) == one
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.log"]
+    lines = (tmp_path / "model.log").read_text().splitlines()
+    for number, layer in encoded:
+        assert sum(f"[{number}/2] {layer}: on the disk" in line for line in lines) == 1
 
 
 def start(command, out):
@@ -85,7 +88,7 @@ def test_one_that_is_killed_ends_all_and_any_number_goes_on(arguments, one, tmp_
     assert process.returncode == 1 and printed == "" and "Traceback" not in errors
     last = errors.splitlines()[-1]
     assert "dpamoe convert: error: " in last and "run the same command again" in last
-    assert [path.name for path in tmp_path.iterdir()] == ["model.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.log", "model.partial"]
     call(dpamoe(*arguments(out), "--jobs", 1 + killed))
     assert contents(out) == one
 

@@ -1,12 +1,15 @@
 """`dpamoe convert`: model folders in, encoded folders out, one layer in memory at a time."""
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from dpamoe import convert as conversion
 from dpamoe import text
-from dpamoe.cli import jobs, options
+from dpamoe.checkpoint import partial_of
+from dpamoe.cli import jobs, log_file, options
 from dpamoe.tables import aligned
 from dpamoe.team import Team, ToldElsewhere, launched
 
@@ -62,10 +65,19 @@ def run(args) -> dict | None:
         jobs.device_of(args.device, team), args.max_memory, args.resume,
     )  # fmt: skip
     one = conversion.preview if args.dry_run else conversion.convert
-    if len(sources) == 1 and args.batch is None:
-        return one(job, team=team)
-    outcome = _several(one, job, sources, team)
-    return outcome if team.main else None
+    alone = len(sources) == 1 and args.batch is None
+    with nullcontext() if args.dry_run else log_file.written(args.output_dir, team, args.argv, _begun(args.output_dir, alone)):
+        outcome = one(job, team=team) if alone else _several(one, job, sources, team)
+        if not team.main:
+            return None
+        for line in show(outcome).splitlines():
+            logger.debug("%s", line)
+        return outcome
+
+
+def _begun(out: Path, alone: bool) -> Callable[[], bool]:
+    """Whether anything was written yet; with several models, failures of each are worth a log from the start."""
+    return lambda: not alone or partial_of(out.absolute()).is_dir()
 
 
 def _listed(batch: Path | None) -> list[str]:
@@ -88,6 +100,7 @@ def _several(one, job: conversion.Job, sources: list[str], team: Team) -> dict:
     for source, name in zip(sources, names, strict=True):
         own = replace(job, source=Path(source), out=job.out / name)
         try:
+            logger.debug("model %d of %d: %s", len(models) + 1, len(sources), source)
             models.append({"failed": False, **(one(own, again=True, team=team) or {})})
         except (ValueError, OSError, MemoryError) as error:
             if isinstance(error, ToldElsewhere) and not team.main:
