@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def preview(job: Job, again: bool = False, team: Team = ALONE) -> dict:
     return {
         "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
         "memory": found.memory, "sites": len(plan.sketches), "experts": sum(sketch.experts for sketch in plan.sketches),
-        "refused": plan.refused,
+        "refused": plan.refused, "refused_bytes": _bytes_left(plan, plan.refused),
     }  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def _say(plan: Outline, found: Forecast) -> None:
         experts, len(plan.sketches), plan.source.folder, found.bytes / 2**30, found.memory / 2**30,
     )  # fmt: skip
     for path, reason in plan.refused.items():
-        logger.warning("cannot be encoded: %s: %s", path, reason)
+        logger.warning("stays as it is: %s (%d bytes): %s", path, plan.bytes_of(plan.mapping.below(path)), reason)
     for kind, names in (("the model does not use", plan.mapping.extra), ("transformers passes over", plan.mapping.ignored)):
         if names:
             logger.warning("left out: %d tensors that %s, such as %s", len(names), kind, names[0])
@@ -246,4 +246,10 @@ def described(job: Job, plan: Outline, refused: dict[str, str]) -> dict:
         "original_bytes": sum(site.weights * getattr(torch, site.dtype).itemsize for site in sites),
         "bits_per_weight": 8 * (planes * held["default_budget"] / held["k_max"] + fixed) / weights,
         "expert_share": weights / (weights + others), "unreached": held["unreached"], "refused": refused,
+        "refused_bytes": _bytes_left(plan, refused),
     }  # fmt: skip
+
+
+def _bytes_left(plan: Outline, refused: Iterable[str]) -> dict[str, int]:
+    """Bytes that experts take which stay as they are."""
+    return {path: plan.bytes_of(plan.mapping.below(path)) for path in refused}

@@ -130,3 +130,24 @@ def test_sizes(written, expected):
 def test_jobs_have_the_defaults_of_the_command():
     job = conversion.Job("a", "b")
     assert (job.budget, job.spec, job.resume, job.device) == (4.0, dpamoe.EncodeSpec(), True, "cpu")
+
+
+def test_what_stays_as_it_is_is_said_and_counted(run, tiny_dir, text, tmp_path):
+    arguments = ("convert", tiny_dir, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
+    code, out, _ = run(*arguments, "--ignore", "model.layers.0.*", "--ignore", "model.layers.2.*")
+    size = 6_291_456 // 4  # a quarter of all expert weights
+    assert code == 0 and "routed experts encoded: 32 of 64 in 2 sites" in out
+    for layer in (0, 2):
+        assert f"left as it is: model.layers.{layer}.mlp.experts ({size:,} bytes): ignored, as --ignore asks" in out
+    assert out.endswith(f"experts left as they are: 2 of the modules that hold some, {2 * size:,} bytes\n")
+
+
+def test_a_model_whose_experts_become_graphs(run, tmp_path):
+    from .test_whole_models import language_model
+
+    language_model("jetmoe").save_pretrained(tmp_path / "source")
+    for more in ((), ("--dry-run",)):
+        code, _, err = run("convert", tmp_path / "source", "--output-dir", tmp_path / "out", *more)
+        assert code == 1 and "no routed experts that can be encoded were found" in err
+        assert "model.layers.0.mlp: no module around its experts is called with" in err
+        assert "dpamoe.transform may encode them in memory, as graphs, which no folder can hold yet" in err

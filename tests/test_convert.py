@@ -299,6 +299,7 @@ def test_ignored_experts_stay_as_they_are(qwen, given_ids, tmp_path):
     outcome = convert.convert(Job(qwen, tmp_path / "out", SPEC, ignore=("model.layers.0.*",)))
     assert (outcome["sites"], outcome["experts"], outcome["experts_found"]) == (1, 8, 16)
     assert outcome["refused"] == {"model.layers.0.mlp.experts": "ignored, as --ignore asks"}
+    assert outcome["refused_bytes"] == {"model.layers.0.mlp.experts": 8 * 3 * 64 * 32 * 4}
     model = dpamoe.load(tmp_path / "out")
     assert list(encoded_experts(model)) == ["model.layers.1.mlp.experts"]
     original = storage.load_original(qwen)

@@ -116,11 +116,12 @@ def show(outcome: dict) -> str:
     if "models" in outcome:
         return _table(outcome)
     if "predicted_bytes" in outcome:
-        return (
+        said = (
             f"{outcome['experts']} experts in {outcome['sites']} sites; would write {outcome['predicted_bytes']:,} bytes, of "
             f"which {outcome['encoded_bytes']:,} are encoded experts, and need about {outcome['memory'] / 2**30:.1f} GiB of "
             "memory"
         )
+        return "\n".join([said, *_left(outcome)])
     lines = [
         f"routed experts encoded: {outcome['experts']} of {outcome['experts_found']} in {outcome['sites']} sites, "
         f"{outcome['expert_share']:.1%} of all parameters",
@@ -128,8 +129,15 @@ def show(outcome: dict) -> str:
         f"wrote {outcome['output_dir']}: {outcome['bytes']:,} bytes",
     ]
     lines += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
-    lines += [f"left alone: {path}: {reason}" for path, reason in outcome["refused"].items()]
-    return "\n".join(lines)
+    return "\n".join(lines + _left(outcome))
+
+
+def _left(outcome: dict) -> list[str]:
+    """What stays in its own type, why, and how many bytes that is."""
+    sizes = outcome["refused_bytes"]
+    lines = [f"left as it is: {path} ({sizes[path]:,} bytes): {reason}" for path, reason in outcome["refused"].items()]
+    total = [f"experts left as they are: {len(sizes)} of the modules that hold some, {sum(sizes.values()):,} bytes"]
+    return lines + (total if sizes else [])
 
 
 def _table(outcome: dict) -> str:
