@@ -106,8 +106,9 @@ def sha256(tensor: Tensor) -> str:
 
 def check_new(out: Path) -> None:
     """Raise ValueError if the output folder exists already, or cannot be made."""
-    if out.exists():
-        raise ValueError(f"output folder {out} exists: choose another name, or delete it first")
+    if out.exists() or out.is_symlink():
+        remedy = ", or delete it first" if (out / INDEX).is_file() else ""
+        raise ValueError(f"output folder {out} exists: choose another name{remedy}")
     if not out.parent.is_dir():
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, does not exist: make it first")
     if not os.access(out.parent, os.W_OK | os.X_OK):
@@ -171,10 +172,14 @@ def read_config(folder: str | Path) -> dict:
     """config.json of an encoded folder; ValueError, saying what is wrong, for any other folder."""
     folder = Path(folder)
     file = folder / "config.json"
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give the folder of a model in Hugging Face format")
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist")
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: give a model folder in Hugging Face format")
+        below = sorted(other.parent.name for other in folder.glob("*/config.json"))
+        hint = f", such as {folder / below[0]}, one of {len(below)} inside of it" if below else " in Hugging Face format"
+        raise ValueError(f"{folder} has no config.json: give a model folder{hint}")
     return read_json(file, AGAIN)
 
 

@@ -81,12 +81,20 @@ def convert(job: Job, again: bool = False, team: Team = ALONE) -> dict | None:
     if team.together(lambda: stopped_late or (again and _is_result(job))):
         logger.info("%s is complete already", job.out)
         return described(job, outline(open_source(job.source), job.ignore), {})
-    team.together(lambda: team.main and checkpoint.check_new(job.out))
+    team.together(lambda: team.main and _check_place(job))
     plan, found = team.together(lambda: prepare(job))
     with ExitStack() as held, _disk_errors(job, found):
         team.together(lambda: team.main and held.enter_context(working_in(job.out, job.resume)))
         refused = _convert(job, plan, found, partial_of(job.out), team)
     return described(job, plan, refused) if team.main else None
+
+
+def _check_place(job: Job) -> None:
+    """ValueError if the output cannot be made where it is wanted."""
+    source, out = job.source.resolve(), job.out.resolve()
+    if out == source or source in out.parents:
+        raise ValueError(f"output folder {job.out} is the model itself, or inside of it, and that is only read: choose another")
+    checkpoint.check_new(job.out)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def run(args) -> dict | None:
 
 def _begun(out: Path, alone: bool) -> Callable[[], bool]:
     """Whether anything was written yet; with several models, failures of each are worth a log from the start."""
-    return lambda: not alone or partial_of(out.absolute()).is_dir()
+    return lambda: partial_of(out.absolute()).is_dir() if alone else out.is_dir()
 
 
 def _listed(batch: Path | None) -> list[str]:
@@ -95,7 +95,7 @@ def _several(one, job: conversion.Job, sources: list[str], team: Team) -> dict:
     if double is not None:
         raise ValueError(f"two of the models are called {double}, and so would their results be: convert one of them apart")
     if one is conversion.convert:
-        job.out.mkdir(exist_ok=True)
+        _make(job.out)
     models = []
     for source, name in zip(sources, names, strict=True):
         own = replace(job, source=Path(source), out=job.out / name)
@@ -107,8 +107,18 @@ def _several(one, job: conversion.Job, sources: list[str], team: Team) -> dict:
                 continue
             reason = " ".join(str(error).split()) or type(error).__name__
             logger.error("%s failed: %s", source, reason)
-            models.append({"failed": True, "source": source, "output_dir": str(own.out), "error": reason})
+            models.append({"failed": True, "source": source, "output_dir": str(own.out.absolute()), "error": reason})
     return {"models": models, "failed": sum(model["failed"] for model in models)}
+
+
+def _make(folder: Path) -> None:
+    """Make the folder that holds the results, if it is not there."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}, which should hold the results, cannot be made ({error.strerror}): choose another"
+        ) from error
 
 
 def show(outcome: dict) -> str:

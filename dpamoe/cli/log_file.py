@@ -5,10 +5,8 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
-import transformers
 
 from dpamoe import __version__
 from dpamoe.team import Team
@@ -37,7 +35,7 @@ def written(out: Path, team: Team, argv: list[str], begun: Callable[[], bool]) -
     logger.setLevel(logging.DEBUG)
     try:
         logger.debug("begins: dpamoe %s", shlex.join(argv))
-        logger.debug("dpamoe %s, torch %s, transformers %s", __version__, torch.__version__, transformers.__version__)
+        logger.debug("dpamoe %s, torch %s, transformers %s", __version__, version("torch"), version("transformers"))
         yield
         logger.debug("ends after %.0f s", time.monotonic() - start)
     except KeyboardInterrupt:
