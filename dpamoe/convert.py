@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -52,8 +53,8 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
     for sketch in plan.sketches:
         check_group(job.spec, min(sketch.hidden, sketch.inner), sketch.path)
     found = forecast(plan, job.spec, companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW))
+    own_text.check_source(plan.model, job.calibration)
     if job.calibration is None:
-        own_text.check_can_write(plan.model)
         found = replace(found, memory=max(found.memory, own_text.writing_memory(plan)))
     check_memory(plan, found, job.max_memory)
     return plan, found
@@ -125,12 +126,19 @@ def _relative_source(job: Job) -> str:
     return os.path.relpath(job.source.absolute(), job.out)
 
 
-def _say(plan: Outline, found: Forecast) -> None:
+def _say(plan: Outline, found: Forecast, count: int) -> None:
+    """What is going to be done, by `count` processes, and what is left out."""
     experts = sum(sketch.experts for sketch in plan.sketches)
     logger.info(
         "%d experts in %d sites of %s; %.2f GiB will be written, about %.1f GiB of memory are needed",
         experts, len(plan.sketches), plan.source.folder, found.bytes / 2**30, found.memory / 2**30,
     )  # fmt: skip
+    free = psutil.virtual_memory().available
+    if count * found.memory > free:
+        logger.warning(
+            "%d processes need about %.1f GiB of memory together, and %.1f GiB are free: the system may end them",
+            count, count * found.memory / 2**30, free / 2**30,
+        )  # fmt: skip
     for path, reason in plan.refused.items():
         logger.warning("stays as it is: %s (%d bytes): %s", path, plan.bytes_of(plan.mapping.below(path)), reason)
     for kind, names in (("the model does not use", plan.mapping.extra), ("transformers passes over", plan.mapping.ignored)):
@@ -159,7 +167,7 @@ def _work(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -
 
 def _opened(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> Work:
     """The work, with what a run before left put in order, and room on the disk."""
-    _say(plan, found)
+    _say(plan, found, team.count)
     work = _work(job, plan, found, partial, team)
     work.shards.recover()
     written = sum(shard["bytes"] for group in work.shards.state.values() for shard in group)

@@ -28,6 +28,15 @@ WRITTEN = "dpamoe.calibration.json"  # token ids that the model wrote, while the
 SECONDS = 10.0  # between two lines of progress
 
 
+def check_source(model: nn.Module, file: Path | None) -> None:
+    """ValueError if there will be no calibration text: no tokenizer for that of a file, or a model that writes none."""
+    if file is None:
+        check_can_write(model)
+    else:
+        text.read_text(file)
+        text.load_tokenizer(model.name_or_path)
+
+
 def check_can_write(model: nn.Module) -> None:
     """ValueError for a model that cannot write its own calibration text."""
     if not hasattr(model, "generate") or getattr(model.config, "is_encoder_decoder", False):

@@ -381,6 +381,14 @@ def test_a_size_that_nothing_explains_is_an_error(qwen, given_ids, tmp_path, mon
     convert.convert(Job(qwen, tmp_path / "out", SPEC, resume=False))
 
 
+def test_a_machine_with_too_little_memory_is_warned_of(qwen, given_ids, tmp_path, monkeypatch, caplog):
+    free = type("Free", (), {"available": 100 << 20})
+    monkeypatch.setattr(convert.psutil, "virtual_memory", lambda: free)
+    with caplog.at_level(logging.WARNING, "dpamoe"):
+        convert.convert(Job(qwen, tmp_path / "out", SPEC))
+    assert "1 processes need about 0.7 GiB of memory together, and 0.1 GiB are free: the system may end them" in caplog.text
+
+
 def test_too_little_memory_is_said_first(qwen, tmp_path):
     with pytest.raises(ValueError, match=r"needs about .* GiB of memory, .* model.layers.0, .* --max-memory allows 0.2 GiB"):
         convert.convert(Job(qwen, tmp_path / "out", SPEC, max_memory=200 << 20))

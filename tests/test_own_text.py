@@ -103,6 +103,7 @@ def test_a_limit_counts_the_writing_too(source, tmp_path, monkeypatch):
         convert.preview(job)
     text = tmp_path / "text.txt"
     text.write_text("a text")
+    monkeypatch.setattr(own_text.text, "load_tokenizer", lambda folder: None)
     assert convert.preview(convert.Job(source, tmp_path / "out", SPEC, 2.0, text, max_memory=16 << 30))["sites"] == 3
 
 

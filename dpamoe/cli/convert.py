@@ -25,7 +25,8 @@ def arguments(parser) -> None:
     parser.add_argument("--batch", type=Path, metavar="FILE", help="a text file that names more of them, one a line")
     parser.add_argument(
         "--output-dir", required=True, type=Path,
-        help="the folder to make, which must not exist; with several models, the folder that holds the results",
+        help="the folder to make, which must not exist; with several models, the folder that holds the results; a log is kept "
+        "beside it, in OUTPUT_DIR.log",
     )  # fmt: skip
     parser.add_argument("--calibration", type=Path, help="text for the residual profile; without it the model writes its own")
     parser.add_argument("--budget", type=float, default=4.0, help="default budget of the checkpoint, planes per expert")
@@ -33,12 +34,14 @@ def arguments(parser) -> None:
         "--ignore", action="append", default=[], metavar="PATTERN",
         help="leave experts alone whose module path fits, such as 'model.layers.0.*'; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--max-memory", type=options.size, metavar="SIZE", help="refuse what needs more, such as 24GiB")
+    parser.add_argument(
+        "--max-memory", type=options.size, metavar="SIZE", help="refuse what needs more a process, such as 24GiB"
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be written and how much memory it takes")
     parser.add_argument("--no-resume", dest="resume", action="store_false", help="start again instead of going on")
     parser.add_argument(
         "--jobs", type=options.positive, default=1, metavar="N",
-        help="start N processes that share the layers of each model, as `accelerate launch` does",
+        help="start N processes with `accelerate launch`, which share the layers of each model and take a GPU each",
     )  # fmt: skip
     options.encode_flags(parser)
     options.device_flag(parser)

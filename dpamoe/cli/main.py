@@ -13,6 +13,16 @@ from dpamoe.team import ToldElsewhere
 COMMANDS = (demo, plan, convert, verify, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Say what a flag is without being given, where that is a number or a word."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = isinstance(action.default, int | float | str) and not isinstance(action.default, bool) and action.nargs != 0
+        if not shown or action.default == argparse.SUPPRESS or "default:" in action.help:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with one sub-command per file of this folder."""
     parser = argparse.ArgumentParser(
@@ -22,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         name = command.NAME
-        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        sub = commands.add_parser(name, help=command.HELP, description=command.HELP, formatter_class=_Defaults)
         command.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         sub.add_argument("--debug", action="store_true", help="show the full traceback of an error")
