@@ -29,6 +29,7 @@ from dpamoe.stream import Work, settings, stream
 from dpamoe.team import ALONE, WORKER, Team, at_work
 
 logger = logging.getLogger("dpamoe")
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # as torch says it, of the CPU and of a GPU
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def convert(job: Job, again: bool = False, team: Team = ALONE) -> dict | None:
         return described(job, outline(open_source(job.source), job.ignore), {})
     team.together(lambda: team.main and _check_place(job))
     plan, found = team.together(lambda: prepare(job))
-    with ExitStack() as held, _disk_errors(job, found):
+    with ExitStack() as held, _sentences(job, found):
         team.together(lambda: team.main and held.enter_context(working_in(job.out, job.resume)))
         refused = _convert(job, plan, found, partial_of(job.out), team)
     return described(job, plan, refused) if team.main else None
@@ -99,8 +100,8 @@ def _check_place(job: Job) -> None:
 
 
 @contextmanager
-def _disk_errors(job: Job, found: Forecast) -> Iterator[None]:
-    """Say what to do when nothing more can be written, or the source is gone."""
+def _sentences(job: Job, found: Forecast) -> Iterator[None]:
+    """Say what to do when disk or memory are full, or the source is gone."""
     again = "then run the same command again, which goes on where this one stopped"
     try:
         yield
@@ -111,6 +112,13 @@ def _disk_errors(job: Job, found: Forecast) -> Iterator[None]:
         full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = f"make room for {found.bytes / 2**30:.2f} GiB" if full else "make it writable"
         raise OSError(f"{partial_of(job.out)} could not be written ({reason}): {remedy}, {again}") from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        raise MemoryError(
+            f"memory ran out while {job.source} was converted, which takes about {found.memory / 2**30:.1f} GiB with "
+            f"{found.layer}: free some, or use fewer --jobs or a machine with more, {again}"
+        ) from error
 
 
 def _is_result(job: Job) -> bool:

@@ -50,7 +50,7 @@ class Team:
         result, failure = None, None
         try:
             result = step()
-        except (ValueError, OSError, MemoryError) as error:
+        except Exception as error:  # the others must not wait for this process, whatever happened
             failure = error
         errors = self.gather(failure and (str(failure) or type(failure).__name__))
         first = next((number for number, error in enumerate(errors) if error), None)

@@ -51,6 +51,22 @@ def test_several_models_one_of_them_broken(run, models, text):
     assert code == 1 and out.count("exists: choose another name") == 3  # other settings are another result
 
 
+def test_whatever_a_library_raises_the_others_go_on(run, models, text, monkeypatch):
+    original = conversion.outline
+
+    def outline(source, *rest):
+        if source.folder.name == "first":
+            raise RuntimeError("shape mismatch\nin a library")
+        return original(source, *rest)
+
+    monkeypatch.setattr(conversion, "outline", outline)
+    code, out, err = run(
+        "convert", models / "first", models / "last", "--output-dir", models / "out", "--calibration", text, *FLAGS
+    )
+    assert code == 1 and "first: shape mismatch in a library" in out.splitlines() and "1 of 2 models converted" in out
+    assert (models / "out" / "last" / checkpoint.INDEX).is_file()
+
+
 def test_a_batch_file(run, models, text):
     (models / "batch.txt").write_text("# the good ones\nfirst\n\nlast\n")
     code, out, err = run(

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import dpamoe
 from dpamoe import calibration, checkpoint, convert, files, journal, shards
@@ -223,6 +224,31 @@ def test_a_disk_that_takes_no_more(source, unbroken, monkeypatch, error, remedy)
         full.setattr(shards.Shards, "_append", append)
         convert.convert(Job(source, out, SPEC))
     assert not out.exists()
+    convert.convert(Job(source, out, SPEC))
+    assert own(out) == unbroken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+    ids=["Python", "CPU", "GPU"],
+)
+def test_memory_that_runs_out(source, unbroken, monkeypatch, error):
+    out = folder(source, f"memory {type(error).__name__}")
+
+    def fail(*_):
+        raise error
+
+    words = r"memory ran out while .*source was converted, which takes about 0.7 GiB with model.layers.0: free some, .* goes on"
+    with monkeypatch.context() as full, pytest.raises(MemoryError, match=words):
+        full.setitem(convert.stream.__globals__, "encode_site", fail)
+        convert.convert(Job(source, out, SPEC))
     convert.convert(Job(source, out, SPEC))
     assert own(out) == unbroken
 

@@ -105,7 +105,7 @@ def _several(one, job: conversion.Job, sources: list[str], team: Team) -> dict:
         try:
             logger.debug("model %d of %d: %s", len(models) + 1, len(sources), source)
             models.append({"failed": False, **(one(own, again=True, team=team) or {})})
-        except (ValueError, OSError, MemoryError) as error:
+        except Exception as error:  # whatever a library raises: the other models do not depend on it
             if isinstance(error, ToldElsewhere) and not team.main:
                 continue
             reason = " ".join(str(error).split()) or type(error).__name__
