@@ -64,10 +64,14 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
 def preview(job: Job, again: bool = False, team: Team = ALONE) -> dict:
     """What `convert` would write and how much memory it would take; nothing is written. again, team: as in `convert`."""
     plan, found = prepare(replace(job, source=Path(job.source)))
+    again, times = 0, 0
+    if job.calibration is None:
+        again, times = own_text.price(plan, own_text.read_again(plan, own_text.room(plan, job.device, job.max_memory)))
     return {
         "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
         "memory": found.memory, "sites": len(plan.sketches), "experts": sum(sketch.experts for sketch in plan.sketches),
         "refused": plan.refused, "refused_bytes": _bytes_left(plan, plan.refused),
+        "read_again_bytes": again * times,
     }  # fmt: skip
 
 

@@ -82,15 +82,15 @@ def write(plan: Outline, device: str, limit: int) -> list[torch.Tensor]:
 
     The text is the one that the model writes when it is in memory as a whole.
     """
-    tokens = calibrate.written_tokens(plan.model)
+    again = read_again(plan, limit)
+    size, tokens = price(plan, again)
+    if again:
+        logger.warning(
+            "%.1f GiB of layers do not stay in memory: to write the calibration text they are read %d times, %.0f GiB in all; "
+            "--calibration FILE with text of your use saves that", size / 2**30, tokens, size * tokens / 2**30,
+        )  # fmt: skip
     steps = iter(track(range(tokens), "write calibration text", lambda step: f"token {step + 1}", SECONDS))
-    with paged(plan, device, limit) as read_again:
-        if read_again:
-            logger.warning(
-                "%.1f GiB of layers do not stay in memory: to write the calibration text they are read %d times, %.0f GiB in "
-                "all; --calibration FILE with text of your use saves that", read_again / 2**30, tokens,
-                read_again * tokens / 2**30,
-            )  # fmt: skip
+    with paged(plan, device, again):
 
         def step(*_) -> None:
             next(steps, None)
@@ -104,25 +104,36 @@ def write(plan: Outline, device: str, limit: int) -> list[torch.Tensor]:
     return [kwargs["input_ids"].cpu() for _, kwargs in written]
 
 
-@contextmanager
-def paged(plan: Outline, device: str, limit: int) -> Iterator[int]:
-    """The whole model in use: its first layers stay in memory, `limit` bytes at most, each other one only while it runs.
+def read_again(plan: Outline, limit: int) -> list[str]:
+    """The layers that do not stay in memory if `limit` bytes of them may, the first ones first."""
+    again = []
+    for layer in plan.layers:
+        size = plan.bytes_of(plan.mapping.below(layer))
+        if size > limit:
+            again.append(layer)
+        else:
+            limit -= size
+    return again
 
-    Gives the bytes of those others. Raises ValueError for a weight that is not finite as soon as it is read.
+
+def price(plan: Outline, again: list[str]) -> tuple[int, int]:
+    """Bytes of layers that are read for every token that is written, and how often."""
+    return sum(plan.bytes_of(plan.mapping.below(layer)) for layer in again), calibrate.written_tokens(plan.model)
+
+
+@contextmanager
+def paged(plan: Outline, device: str, again: list[str]) -> Iterator[None]:
+    """The whole model in use: the layers of `again` are in memory only while they run, the others stay.
+
+    Raises ValueError for a weight that is not finite as soon as it is read.
     """
-    again = 0
     with ExitStack() as stack:
         stack.enter_context(_held(plan, plan.rest, device))
         for layer in plan.layers:
             names = plan.mapping.below(layer)
-            size = plan.bytes_of(names)
-            if size <= limit:
-                limit -= size
-                stack.enter_context(_held(plan, names, device))
-            else:
-                again += size
-                stack.enter_context(_while_it_runs(plan, layer, names, device))
-        yield again
+            held = _while_it_runs(plan, layer, names, device) if layer in again else _held(plan, names, device)
+            stack.enter_context(held)
+        yield
 
 
 @contextmanager

@@ -55,11 +55,12 @@ def test_no_more_layers_are_in_memory_than_may_be(source, stay, caplog):
     def count(module, args):
         held.append(sum(not plan.model.get_submodule(layer).mlp.experts.down_proj.is_meta for layer in plan.layers))
 
-    with own_text.paged(plan, "cpu", stay * layer_bytes(plan) + 1) as again:
+    again = own_text.read_again(plan, stay * layer_bytes(plan) + 1)
+    with own_text.paged(plan, "cpu", again):
         for layer in plan.layers:
             plan.model.get_submodule(layer).mlp.register_forward_pre_hook(count)
         plan.model(input_ids=torch.arange(8)[None])
-    assert again == (3 - stay) * layer_bytes(plan)
+    assert own_text.price(plan, again) == ((3 - stay) * layer_bytes(plan), 12)
     assert held == [stay + (number >= stay) for number in range(3)]
     with caplog.at_level(logging.INFO, "dpamoe"):
         own_text.write(plan, "cpu", stay * layer_bytes(plan))
@@ -105,6 +106,15 @@ def test_a_limit_counts_the_writing_too(source, tmp_path, monkeypatch):
     text.write_text("a text")
     monkeypatch.setattr(own_text.text, "load_tokenizer", lambda folder: None)
     assert convert.preview(convert.Job(source, tmp_path / "out", SPEC, 2.0, text, max_memory=16 << 30))["sites"] == 3
+
+
+def test_a_dry_run_says_what_is_read_for_the_text(source, tmp_path, run, monkeypatch):
+    plan = outline(open_source(source))
+    arguments = ("convert", source, "--output-dir", tmp_path / "out", "--group-size", "16", "--dry-run")
+    assert "without --calibration" not in run(*arguments)[1]
+    monkeypatch.setattr(own_text, "SHARE", 0.0)
+    size = 3 * 12 * layer_bytes(plan)
+    assert f"without --calibration, {size:,} bytes are read from disk for the text that the model writes" in run(*arguments)[1]
 
 
 def test_a_weight_that_is_not_finite_is_named_when_it_is_read(source):

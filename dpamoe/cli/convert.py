@@ -134,7 +134,9 @@ def show(outcome: dict) -> str:
             f"which {outcome['encoded_bytes']:,} are encoded experts, and need about {outcome['memory'] / 2**30:.1f} GiB of "
             "memory"
         )
-        return "\n".join([said, *_left(outcome)])
+        read = outcome["read_again_bytes"]
+        price = [f"without --calibration, {read:,} bytes are read from disk for the text that the model writes"] if read else []
+        return "\n".join([said, *price, *_left(outcome)])
     lines = [
         f"routed experts encoded: {outcome['experts']} of {outcome['experts_found']} in {outcome['sites']} sites, "
         f"{outcome['expert_share']:.1%} of all parameters",
