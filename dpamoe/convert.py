@@ -173,6 +173,8 @@ def _convert(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team
 def _work(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> Work:
     batches = calibration_batches(job, plan, partial)
     journal = Journal(partial, settings(plan, job.spec, batches, job.device) | {"budget": job.budget})
+    if job.calibration is None and team.main:
+        own_text.keep(batches, partial / own_text.WRITTEN)  # behind the journal, which begins in an empty folder
     example = calibrate.example_batch(plan.model, None)
     return Work(plan, job.spec, [example, *batches], journal, Shards(partial, found.rooms, journal.shards), job.device, team)
 

@@ -64,17 +64,20 @@ def room(plan: Outline, device: str, max_memory: int | None) -> int:
 
 
 def batches(plan: Outline, file: Path | None, kept: Path, device: str, max_memory: int | None) -> list[calibrate.Batch]:
-    """Token ids for the residual profile: of a text file, or without one of text that the model writes now.
-
-    What it wrote is kept in the file `kept`, so that a conversion that was stopped goes on with the same.
-    """
+    """Token ids for the residual profile: of a text file, else of text that was kept, or that the model writes now."""
     if file is not None:
         return list(calibrate.calibration_batches(plan.model, text.read_text(file), None))
+    if kept.is_file():
+        ids = [torch.tensor(batch) for batch in read_json(kept, "start again with --no-resume")["batches"]]
+    else:
+        ids = write(plan, device, room(plan, device, max_memory))
+    return [((), {"input_ids": batch}) for batch in ids]
+
+
+def keep(found: list[calibrate.Batch], kept: Path) -> None:
+    """Keep what a model wrote, so that a conversion that was stopped goes on with it, and other processes start with it."""
     if not kept.is_file():
-        written = write(plan, device, room(plan, device, max_memory))
-        write_json(kept, {"batches": [batch.tolist() for batch in written]})
-    held = read_json(kept, "start again with --no-resume")["batches"]
-    return [((), {"input_ids": torch.tensor(batch)}) for batch in held]
+        write_json(kept, {"batches": [kwargs["input_ids"].tolist() for _, kwargs in found]})
 
 
 def write(plan: Outline, device: str, limit: int) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ def stream(work: Work) -> None:
     """
     plan, journal = work.plan, work.journal
     todo = {path for path in work.swept if path not in journal.units and work.owner(path) == work.team.index}
-    if todo.intersection(work.wanted):
+    if todo and not journal.units.keys() >= set(work.wanted):
         _sweep(work, todo)
     if not work.team.main:
         return
@@ -114,7 +114,7 @@ def outer_tensors(plan: Outline) -> list[str]:
 
 def _sweep(work: Work, todo: set[str]) -> None:
     """Send all batches through the model until every layer of `todo` is done."""
-    plan, swept = work.plan, set(work.swept)
+    plan, swept, wanted = work.plan, set(work.swept), set(work.wanted)
     outer = outer_tensors(plan)
     load_part(plan.mapping, plan.model, plan.source, outer, work.device)
     names = [sketch.path for sketch in plan.sketches if any(_inside(sketch.path, path) for path in todo)]
@@ -122,14 +122,14 @@ def _sweep(work: Work, todo: set[str]) -> None:
     try:
         with Sweep(plan.model, plan.layers, [_moved(batch, plan.model, work.device) for batch in work.batches]) as sweep:
             passed = []
-            while todo and (layer := sweep.at) is not None:
+            while todo and not wanted.issubset(passed) and (layer := sweep.at) is not None:
                 _layer(work, sweep, layer, bar, passed if layer in todo else None)
                 todo = todo - {layer}
                 passed += [layer] if layer in swept else []
         next(bar, None)
     finally:
         drop_part(plan.mapping, plan.model, outer)
-    if missed := todo.intersection(work.wanted):
+    if missed := todo & wanted:
         raise ValueError(f"the calibration text never reached {min(missed)}: the model runs no such layer on text alone")
 
 

@@ -112,7 +112,7 @@ def wait_for(team: Team, journal: Journal, unit: str, owner: int) -> None:
             return
         if not there:
             raise ValueError(
-                f"process {owner + 1} of {team.count}, which had to encode {unit}, ended before that: see what it said, then "
+                f"process {owner + 1} of {team.count}, which had to write {unit}, ended before that: see what it said, then "
                 "run the same command again, which goes on where this one stopped"
             )
         time.sleep(PAUSE)

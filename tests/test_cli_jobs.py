@@ -16,6 +16,7 @@ from dpamoe.checkpoint import JOURNAL
 from dpamoe.cli import jobs
 from dpamoe.team import Team
 
+from . import sources
 from .sources import contents
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -125,3 +126,16 @@ def test_each_process_takes_a_gpu(monkeypatch):
     monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 2)
     assert [jobs.device_of("cuda", Team(index, 3)) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert jobs.device_of("cuda", Team()) == "cuda" and jobs.device_of("cpu", Team(1, 2)) == "cpu"
+
+
+def test_one_with_dense_layers_alone_does_its_share(random_model, tmp_path):
+    """Of three layers the second, dense one is that of the second process; the first writes the text that all wait for."""
+    model = random_model("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]})
+    source = sources.per_expert(model, tmp_path / "source")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    common = ("convert", str(source), "--group-size", "32", "--k-max", "2", "--budget", "2")
+    call(dpamoe(*common, "--output-dir", tmp_path / "one" / "model"))
+    done = call(jobs.command(2, [*common, "--output-dir", str(tmp_path / "two" / "model")]))
+    assert contents(tmp_path / "two" / "model") == contents(tmp_path / "one" / "model")
+    assert done.stderr.count("write calibration text") == 1

@@ -1,5 +1,6 @@
 """Calibration text that a model writes itself while only some of its layers are in memory."""
 
+import json
 import logging
 
 import pytest
@@ -79,12 +80,18 @@ def test_converted_with_own_text_the_tables_are_those_of_memory(source, tmp_path
     assert not (tmp_path / "streamed" / own_text.WRITTEN).exists()
 
 
-def test_what_was_written_is_kept_until_the_end(source, tmp_path, monkeypatch):
-    plan, kept = outline(open_source(source)), tmp_path / "kept.json"
-    first = own_text.batches(plan, None, kept, "cpu", None)
+def test_a_conversion_that_was_stopped_goes_on_with_its_text(source, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    job = convert.Job(source, tmp_path / "out", SPEC, 2.0)
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(convert, "stream", stop)
+        convert.convert(job)
+    kept = json.loads((tmp_path / "out.partial" / own_text.WRITTEN).read_text())["batches"]
+    assert [torch.tensor(batch).tolist() for batch in kept] == [ids.tolist() for ids in written(source)]
     monkeypatch.setattr(own_text, "write", None)
-    again = own_text.batches(plan, None, kept, "cpu", None)
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for (_, a), (_, b) in zip(first, again, strict=True))
+    assert convert.convert(job)["experts"] == 24
 
 
 def test_room_is_what_memory_leaves(source):

@@ -72,7 +72,7 @@ def test_a_process_is_seen_until_it_is_gone_however_it_ends(tmp_path):
 def test_waiting_ends_with_the_unit_or_with_its_owner(tmp_path):
     here, pair = Journal(tmp_path, {}), Team(0, 2)
     there = Journal(tmp_path, {})
-    with pytest.raises(ValueError, match="process 2 of 2, which had to encode b, ended before that: see what it said"):
+    with pytest.raises(ValueError, match="process 2 of 2, which had to write b, ended before that: see what it said"):
         team.wait_for(pair, here, "b", 1)
 
     def write():
