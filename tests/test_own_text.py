@@ -12,7 +12,7 @@ from dpamoe.layers import outline
 from dpamoe.source import open_source
 
 from . import sources
-from .test_whole_models import language_model
+from .test_whole_models import AT_LEAST, CANNOT_SAVE, REFUSED, language_model, model_types
 
 SPEC = dpamoe.EncodeSpec(group_size=16, iterations=0, k_max=2)
 
@@ -37,8 +37,8 @@ def layer_bytes(plan):
     return plan.bytes_of(plan.mapping.below(plan.layers[0]))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "minimax", "gemma4_text"])
-def test_layer_by_layer_the_text_is_the_same(kind, tmp_path):
+def compare(kind, tmp_path):
+    """What a model writes with no layer, one layer or all layers staying in memory, beside the model as a whole."""
     language_model(kind).save_pretrained(tmp_path / kind)
     plan = outline(open_source(tmp_path / kind))
     expected = written(tmp_path / kind)
@@ -46,6 +46,19 @@ def test_layer_by_layer_the_text_is_the_same(kind, tmp_path):
         found = own_text.write(plan, "cpu", limit)
         assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     assert all(parameter.is_meta for parameter in plan.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "minimax", "gemma4_text"])
+def test_layer_by_layer_the_text_is_the_same(kind, tmp_path):
+    compare(kind, tmp_path)
+
+
+@pytest.mark.slow
+def test_layer_by_layer_the_text_is_the_same_in_all_families(tmp_path):
+    kinds = [kind for kind in model_types() if kind not in CANNOT_SAVE | REFUSED]
+    for kind in kinds:
+        compare(kind, tmp_path)
+    assert len(kinds) >= AT_LEAST
 
 
 @pytest.mark.parametrize("stay", [0, 1, 2])
