@@ -118,12 +118,17 @@ def id_batches(model: nn.Module, ids: Tensor, length: int = LENGTH, samples: int
     return [((), {"input_ids": batch.to(device)}) for batch in texts.batches([parts[i] for i in order], BATCH)]
 
 
+def written_tokens(model: nn.Module) -> int:
+    """Tokens of each sequence that a model writes itself: 256, or as many as its positions allow."""
+    return min(WRITTEN_TOKENS, texts.window_length(model.config) - 1)
+
+
 def own_text(model: nn.Module) -> list[Batch]:
     """Text that the model writes itself: 32 samples of 256 tokens at temperature 1, seeded; the end token is held back."""
     config = model.config.get_text_config()
     start = config.bos_token_id if isinstance(getattr(config, "bos_token_id", None), int) else 0
     device = device_of(model)
-    tokens = min(WRITTEN_TOKENS, texts.window_length(model.config) - 1)
+    tokens = written_tokens(model)
     prompt = torch.full((WRITTEN_SEQUENCES, 1), start, device=device)
     rng = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
     with evaluating(model), rng, torch.no_grad():

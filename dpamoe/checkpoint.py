@@ -69,7 +69,7 @@ def write(model: nn.Module, out: Path, config: dict, extra: Callable[[Path], Non
     ValueError if `out` exists. A leftover out.partial of an earlier, broken run is replaced.
     """
     check_new(out)
-    partial = _partial(out)
+    partial = partial_of(out)
     if (partial / JOURNAL).exists():
         raise ValueError(f"{partial} holds an unfinished `dpamoe convert`: run that again to finish it, or delete the folder")
     if partial.exists():
@@ -106,18 +106,19 @@ def sha256(tensor: Tensor) -> str:
 
 def check_new(out: Path) -> None:
     """Raise ValueError if the output folder exists already, or cannot be made."""
-    if out.exists():
-        raise ValueError(f"output folder {out} exists: choose another name, or delete it first")
+    if out.exists() or out.is_symlink():
+        remedy = ", or delete it first" if (out / INDEX).is_file() else ""
+        raise ValueError(f"output folder {out} exists: choose another name{remedy}")
     if not out.parent.is_dir():
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, does not exist: make it first")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise ValueError(f"folder {out.parent}, which should hold {out.name}, cannot be written to: choose another place")
-    partial = _partial(out)
+    partial = partial_of(out)
     if partial.exists() and not (partial / MARKER).is_file():
         raise ValueError(f"{partial} is in the way and not from a broken conversion: move it, or choose another name")
 
 
-def _partial(out: Path) -> Path:
+def partial_of(out: Path) -> Path:
     """Where a folder is written before it gets its name."""
     return out.with_name(out.name + ".partial")
 
@@ -171,10 +172,14 @@ def read_config(folder: str | Path) -> dict:
     """config.json of an encoded folder; ValueError, saying what is wrong, for any other folder."""
     folder = Path(folder)
     file = folder / "config.json"
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give the folder of a model in Hugging Face format")
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist")
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: give a model folder in Hugging Face format")
+        below = sorted(other.parent.name for other in folder.glob("*/config.json"))
+        hint = f", such as {folder / below[0]}, one of {len(below)} inside of it" if below else " in Hugging Face format"
+        raise ValueError(f"{folder} has no config.json: give a model folder{hint}")
     return read_json(file, AGAIN)
 
 
@@ -193,6 +198,8 @@ def read_index(folder: str | Path, k_max: int | None = None, without_residuals: 
     settings = read_config(folder).get("quantization_config") or {}
     if settings.get("quant_method") != "dpamoe":
         raise ValueError(f"{folder} is not a dpamoe checkpoint: convert the model first (dpamoe convert)")
+    if (folder / MARKER).exists():
+        raise ValueError(f"{folder} is being written, or was left unfinished: run the same command again, which finishes it")
     if settings.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{folder} has format version {settings.get('version')}, this dpamoe reads version {FORMAT_VERSION}: "

@@ -1,7 +1,9 @@
 """What a conversion will write and how much memory it needs, from the outline of a model alone."""
 
 import json
-from dataclasses import dataclass
+import logging
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,26 +16,37 @@ from dpamoe.shards import header_room
 from dpamoe.sites import Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
 
-CARD_BYTES = 800
+logger = logging.getLogger("dpamoe")
+CARD_BYTES = 500
 PROCESS = 700 << 20  # Python, torch and transformers themselves, threads included
 VERIFY, ENCODE = 2, 1  # copies of a site's weights in fp32 while it is verified, and in its own type while it is encoded
 CALIBRATION_TOKENS, COPIES = 128 * 512, 4  # hidden states of all batches, and what a layer makes of those of one batch
 TOKENS_KEPT = 256
+TOLERATED = 0.01  # of the size of a folder: more than that is an error
+TEXTS = 4 << 10  # bytes for each site that config, index and card may differ by, which are estimated: matters in tiny models
+WIDENED = re.compile(r"\.(gate_up_proj|down_proj)\.(scale(\.\d+)?|offset)$")  # fp32 where fp16 would overflow or vanish
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """bytes: of the folder; encoded: of planes, scales and offsets in it; rooms: for headers, by group; memory: at the peak."""
+    """bytes: of the folder; encoded: of planes, scales and offsets in it; rooms: for headers, by group; memory: at the peak.
+
+    layer: where that is; companions: bytes of files that are copied.
+    """
 
     bytes: int
     encoded: int
     rooms: dict[str, int]
     memory: int
     layer: str
+    companions: int
 
 
-def forecast(plan: Outline, spec: EncodeSpec, companions: int) -> Forecast:
-    """Predict the size of the folder, and the peak of memory. companions: bytes of tokenizer files and the like."""
+def forecast(plan: Outline, spec: EncodeSpec, companions: int, rooms: dict[str, int] | None = None) -> Forecast:
+    """Predict the size of the folder, and the peak of memory. companions: bytes of tokenizer files and the like.
+
+    rooms: bytes kept free for headers, where that is settled already.
+    """
     groups: dict[str, dict[str, int]] = {"base": {}, "residuals": {}}
     replaced = tuple(f"{sketch.path}." for sketch in plan.sketches)
     for name in plan.mapping.wanted:
@@ -44,12 +57,56 @@ def forecast(plan: Outline, spec: EncodeSpec, companions: int) -> Forecast:
         for name, size in encoded_sizes(plan, sketch, spec).items():
             groups.setdefault(checkpoint.group_of(name), {})[f"{sketch.path}.{name}"] = size
             encoded += size if name.startswith(("gate_up_proj", "down_proj")) else 0
-    rooms = {name: header_room(list(group)) for name, group in groups.items()}
+    rooms = rooms or {name: header_room(list(group)) for name, group in groups.items()}
     data = {name: sum(group.values()) for name, group in groups.items()}
-    headers = sum(rooms[name] * (1 + size // checkpoint.SHARD_BYTES) for name, size in data.items())
+    headers = sum(rooms[name] * (1 + size // checkpoint.SHARD_BYTES) for name, size in data.items() if name != "residuals")
+    headers += _plain_header(groups["residuals"], (plan.sketches[0].experts, spec.k_max + 1))
     texts = companions + _texts(plan, spec, [name for group in groups.values() for name in group])
     memory, layer = _memory(plan, spec)
-    return Forecast(sum(data.values()) + headers + texts, encoded, rooms, memory, layer)
+    return Forecast(sum(data.values()) + headers + texts, encoded, rooms, memory, layer, companions)
+
+
+def _plain_header(sizes: dict[str, int], shape: tuple[int, int]) -> int:
+    """Bytes of the header of a file that safetensors writes itself, all tensors fp32 of about this shape."""
+    total = sum(sizes.values())
+    fields = {name: {"dtype": "F32", "shape": shape, "data_offsets": [total, total]} for name in sizes}
+    return 8 + len(json.dumps({"__metadata__": {"format": "pt"}, **fields}, separators=(",", ":")))
+
+
+def written_size(
+    plan: Outline, spec: EncodeSpec, found: Forecast, sites: list[str], tensors: dict[str, dict]
+) -> tuple[int, list[str]]:
+    """What the folder has to take now that it is known which experts were encoded, and why that is not the forecast.
+
+    sites: paths of those that were; tensors: dtype and data_offsets of all that was written, by name.
+    """
+    kept = [sketch for sketch in plan.sketches if sketch.path in sites]
+    size = forecast(replace(plan, sketches=kept), spec, found.companions, found.rooms).bytes if kept else found.bytes
+    reasons = [f"{sketch.path} stays as it is" for sketch in plan.sketches if sketch.path not in sites]
+    lengths = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
+    for path in set(sites) - {sketch.path for sketch in kept}:
+        reasons.append(f"{path} could be encoded after all")
+        size += sum(length for name, length in lengths.items() if name.startswith(f"{path}."))
+        size -= plan.bytes_of(plan.mapping.below(path))
+    foreseen = tuple(f"{sketch.path}." for sketch in kept)
+    wide = [name for name in tensors if WIDENED.search(name) and name.startswith(foreseen) and tensors[name]["dtype"] == "F32"]
+    if wide:
+        more = sum(lengths[name] for name in wide) // 2
+        reasons.append(f"{len(wide)} tensors of scales need fp32, since fp16 does not hold their range (+{more:,} bytes)")
+        size += more
+    return size, reasons
+
+
+def check_size(size: int, written: int, reasons: list[str], found: Forecast, folder: Path, sites: int) -> None:
+    """ValueError if a folder is not as large as all that is known of it; what was foreseen may have been less, with reasons."""
+    logger.info("predicted %d bytes, wrote %d (%+.2f %%)", found.bytes, written, 100 * (written / found.bytes - 1))
+    if abs(written - size) > max(TOLERATED * size, TEXTS * sites):
+        raise ValueError(
+            f"{folder} has {written:,} bytes, and what was encoded takes {size:,}: something is there twice or missing; start "
+            "again with --no-resume, and report this if it comes again"
+        )
+    for reason in reasons:
+        logger.warning("not as predicted: %s", reason)
 
 
 def rows_of(plan: Outline, sketch: Sketch, stack: Stack) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dpamoe.checkpoint import JOURNAL, MARKER, check_new
+from dpamoe.checkpoint import JOURNAL, MARKER, check_new, partial_of
 from dpamoe.files import read_json, sync, write_json
 
 AGAIN = "start again with --no-resume"
@@ -20,7 +20,7 @@ def working_in(out: Path, resume: bool) -> Iterator[Path]:
     Raises ValueError if another process works in it, or `out` exists. The lock goes with the process, however it ends.
     """
     check_new(out)
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     partial.mkdir(exist_ok=True)
     handle = os.open(partial / MARKER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -70,6 +70,11 @@ class Journal:
                 f"{name} was {_short(before.get(name))} and is {_short(settings.get(name))}" for name in other[:3]
             )
             raise ValueError(f"{folder} was begun with other settings ({shown}): use the same, or {AGAIN}")
+        self.units, self.shards = content["units"], content["shards"]
+
+    def refresh(self) -> None:
+        """Take over what another process has written meanwhile."""
+        content = read_json(self.file, AGAIN)
         self.units, self.shards = content["units"], content["shards"]
 
     def write(self) -> None:

@@ -11,6 +11,8 @@ from dpamoe.mapping import Mapping, make_mapping
 from dpamoe.passes import weightless
 from dpamoe.source import Source
 
+IN_MEMORY = "dpamoe.transform may encode them in memory, as graphs, which no folder can hold yet"
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -59,7 +61,11 @@ def outline(source: Source, ignore: tuple[str, ...] = ()) -> Outline:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in list(refused.items())[:3])
         raise ValueError(
             f"no routed experts that can be encoded were found in {source.folder}"
-            + (f" ({reasons})" if reasons else ": it looks dense, and only Mixture-of-Experts models can be converted")
+            + (
+                f" ({reasons}): {IN_MEMORY}"
+                if reasons
+                else ": it looks dense, and only Mixture-of-Experts models can be converted"
+            )
         )
     kept, ignored = _without_ignored(found, ignore)
     _check_extra(mapping, found, source)

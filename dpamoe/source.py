@@ -23,6 +23,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 METHODS = ("fp8", "mxfp4")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 BLOCK = (128, 128)
 
 
@@ -129,7 +130,9 @@ def _entries(folder: Path) -> dict[str, Entry]:
         raise ValueError(f"{file} has no weight_map: {AGAIN}")
     names = sorted(set(placed.values())) if placed else sorted(found.name for found in folder.glob("*.safetensors"))
     if not names:
-        raise ValueError(f"{folder} has no safetensors files: give a model folder whose weights are stored as safetensors")
+        other = next((file.name for file in sorted(folder.iterdir()) if file.suffix in OTHER_WEIGHTS), None)
+        held = f", only {other}: load it with transformers and save it again" if other else ": download the model again"
+        raise ValueError(f"{folder} has no safetensors files{held}, since weights are read from safetensors")
     entries: dict[str, Entry] = {}
     for name in names:
         if not (folder / name).is_file():

@@ -33,7 +33,7 @@ def load_tokenizer(model_dir: str | Path):
         raise ValueError("the model does not say which folder it came from, so its tokenizer is unknown: give token ids")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        if len(tokenizer) == 0:
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("it has no vocabulary")
         return tokenizer
     except (OSError, ValueError, KeyError) as error:

@@ -49,8 +49,8 @@ def change_config(folder: Path, **fields) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def to_fp8(weight, block):
-    """An FP8 weight with the scales of its blocks, and the bf16 weight that it means."""
+def to_fp8(weight, block, exponents=False):
+    """An FP8 weight with the scales of its blocks, and the bf16 weight that it means. exponents: scales are powers of two."""
     rows, columns = weight.shape
     scale = torch.empty(-(-rows // block), -(-columns // block))
     quantised, meant = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
@@ -58,12 +58,14 @@ def to_fp8(weight, block):
         for j in range(scale.shape[1]):
             place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
             scale[i, j] = weight[place].float().abs().max() / 448
+            if exponents:
+                scale[i, j] = torch.exp2(torch.ceil(torch.log2(scale[i, j])))
             quantised[place] = (weight[place].float() / scale[i, j]).to(torch.float8_e4m3fn)
             meant[place] = quantised[place].float() * scale[i, j]
-    return quantised, scale, meant.bfloat16()
+    return quantised, scale.to(torch.float8_e8m0fnu) if exponents else scale, meant.bfloat16()
 
 
-def fp8(source: Path, folder: Path, block: int, suffix: str = "weight_scale_inv") -> tuple[Path, Path]:
+def fp8(source: Path, folder: Path, block: int, suffix: str = "weight_scale_inv", exponents: bool = False) -> tuple[Path, Path]:
     """All matrices of layers in FP8 with block scales, and the bf16 model that they mean, in a folder beside it."""
     meant = {}
 
@@ -71,7 +73,7 @@ def fp8(source: Path, folder: Path, block: int, suffix: str = "weight_scale_inv"
         result = {}
         for name, tensor in tensors.items():
             if name.endswith("proj.weight"):
-                result[name], scale, meant[name] = to_fp8(tensor, block)
+                result[name], scale, meant[name] = to_fp8(tensor, block, exponents)
                 result[f"{name.removesuffix('weight')}{suffix}"] = scale
             else:
                 result[name] = meant[name] = tensor.bfloat16()

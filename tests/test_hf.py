@@ -277,6 +277,16 @@ def without(name):
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
 
+def misspell(tensors):
+    return {name.replace("layers.1.mlp.experts.down_proj.plane.2", "down.plane.2"): t for name, t in tensors.items()}
+
+
+def next_version(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["version"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def cut(tensors):
     name = "model.layers.1.mlp.experts.down_proj.plane.2"
     return {**tensors, name: tensors[name][:, :-1].contiguous()}
@@ -286,6 +296,9 @@ def cut(tensors):
     "damage, words",
     [
         (truncated, "model-plane-3.* bytes, .* were written"),
+        (next_version, "has format version 2, this dpamoe reads version 1: convert the model again"),
+        (lambda folder: (folder / checkpoint.MARKER).touch(), "is being written, or was left unfinished"),
+        (rewritten("plane-2", misspell), "model.layers.1.mlp.experts.down_proj.plane.2 is missing from the checkpoint"),
         (lambda folder: (folder / "model-plane-7-00001-of-00001.safetensors").unlink(), "plane-7-.* is missing"),
         (lambda folder: (folder / checkpoint.INDEX).unlink(), "the conversion is incomplete"),
         (rewritten("plane-2", cut), "down_proj.plane.2 is torch.uint8 .*, expected"),

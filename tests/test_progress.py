@@ -91,3 +91,10 @@ def _real_bar(items, settings):
     from tqdm import tqdm
 
     return tqdm(items, **{**settings, "delay": 0})
+
+
+def test_lines_may_be_some_seconds_apart(lines, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    assert list(progress.track(range(8), "write", every=3.0)) == list(range(8))
+    assert [line.split(" (")[0] for line in lines] == ["write 3/8 2", "write 6/8 5", "write 8/8 7"]

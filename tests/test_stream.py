@@ -4,12 +4,14 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
 import dpamoe
 from dpamoe import calibration, checkpoint, convert, files, journal, shards
@@ -201,25 +203,74 @@ def test_two_runs_into_one_folder(source, monkeypatch):
         convert.convert(Job(source, out, SPEC))
 
 
-def test_a_full_disk(source, unbroken, monkeypatch):
-    out = folder(source, "full")
+@pytest.mark.parametrize(
+    "error, remedy",
+    [(errno.ENOSPC, "make room for 0.00 GiB"), (errno.EDQUOT, "make room for"), (errno.EROFS, "make it writable")],
+)
+def test_a_disk_that_takes_no_more(source, unbroken, monkeypatch, error, remedy):
+    out = folder(source, f"disk {error}")
     original, written = shards.Shards._append, []
 
     def append(self, group, name, tensor):
         written.append(name)
         if len(written) > 40:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(error, os.strerror(error))
         return original(self, group, name, tensor)
 
     with (
         monkeypatch.context() as full,
-        pytest.raises(OSError, match=r"full.partial could not be written \(No space left on device\): make room"),
+        pytest.raises(OSError, match=rf"{error}.partial could not be written \({os.strerror(error)}\): {remedy}.*, then run"),
     ):
         full.setattr(shards.Shards, "_append", append)
         convert.convert(Job(source, out, SPEC))
     assert not out.exists()
     convert.convert(Job(source, out, SPEC))
     assert own(out) == unbroken
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+    ids=["Python", "CPU", "GPU"],
+)
+def test_memory_that_runs_out(source, unbroken, monkeypatch, error):
+    out = folder(source, f"memory {type(error).__name__}")
+
+    def fail(*_):
+        raise error
+
+    words = r"memory ran out while .*source was converted, which takes about 0.7 GiB with model.layers.0: free some, .* goes on"
+    with monkeypatch.context() as full, pytest.raises(MemoryError, match=words):
+        full.setitem(convert.stream.__globals__, "encode_site", fail)
+        convert.convert(Job(source, out, SPEC))
+    convert.convert(Job(source, out, SPEC))
+    assert own(out) == unbroken
+
+
+def test_a_source_that_goes_away(source, monkeypatch, tmp_path):
+    gone = shutil.copytree(source, tmp_path / "source")
+    file = gone / "model.safetensors"
+    original = convert.stream.__globals__["encode_site"]
+
+    def then_away(*args):
+        if file.exists():
+            file.rename(tmp_path / "away")
+        return original(*args)
+
+    with (
+        monkeypatch.context() as away,
+        pytest.raises(OSError, match="model.safetensors could not be read any more .*: put it back"),
+    ):
+        away.setitem(convert.stream.__globals__, "encode_site", then_away)
+        convert.convert(Job(gone, tmp_path / "out", SPEC))
+    (tmp_path / "away").rename(file)
+    assert convert.convert(Job(gone, tmp_path / "out", SPEC))["experts"] == 16
 
 
 def test_a_disk_that_is_too_small_is_seen_first(source, monkeypatch):

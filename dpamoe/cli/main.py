@@ -8,8 +8,19 @@ import warnings
 
 from dpamoe import __version__
 from dpamoe.cli import bench, convert, demo, doctor, evaluate, generate, inspect, plan, plot, profile, reproduce, tune, verify
+from dpamoe.team import ToldElsewhere
 
 COMMANDS = (demo, plan, convert, verify, profile, inspect, evaluate, plot, reproduce, generate, tune, bench, doctor)
+
+
+class _Defaults(argparse.HelpFormatter):
+    """Say what a flag is without being given, where that is a number or a word."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = isinstance(action.default, int | float | str) and not isinstance(action.default, bool) and action.nargs != 0
+        if not shown or action.default == argparse.SUPPRESS or "default:" in action.help:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         name = command.NAME
-        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        sub = commands.add_parser(name, help=command.HELP, description=command.HELP, formatter_class=_Defaults)
         command.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         sub.add_argument("--debug", action="store_true", help="show the full traceback of an error")
@@ -32,9 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; results go to stdout, progress and errors to stderr."""
     args = build_parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     _quiet_libraries()
     try:
         result = args.run(args)
+        if result is None:  # another process shows it
+            return 0
         print(json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result), flush=True)
     except KeyboardInterrupt:
         print(
@@ -44,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
+        return 1
+    except ToldElsewhere:
         return 1
     except (ValueError, OSError, MemoryError) as error:
         if args.debug:
