@@ -275,7 +275,7 @@ def _all_blocks(
         async_copy.wait_group(0)
         barrier()
         _ask(x, starts, b * 128, B, buffer, arrived, P, S)
-        if IN // 128 > W:  # Triton 3.6 cannot compile a copy that turns out never to run
+        if IN // 128 > W:  # noqa: SIM102  Triton 3.6 cannot compile a copy that turns out never to run
             if (b % W == 0) & (b + W < IN // 128):
                 word_at, scale_at = fresh(word_at, 4 * W, 4), fresh(scale_at, OWN, size)
                 _copy_planes(planes, word_at, scales, scale_at, plane_buffer, scale_buffer, (b // W + 1) % 2, most, C, TIED)
