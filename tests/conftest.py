@@ -2,8 +2,10 @@
 
 import copy
 import json
+import logging
 import os
 import shutil
+import warnings
 from importlib import resources
 from pathlib import Path
 
@@ -63,6 +65,17 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """What a command sets for its process does not reach the next test: its handler writes to a stream that is then closed."""
+    logger, shown = logging.getLogger("dpamoe"), warnings.showwarning
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate, level = before
+    logger.setLevel(level)
+    warnings.showwarning = shown
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,8 @@ def worker(process, number):
     raise AssertionError(f"no process {number}")
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_one_that_is_killed_ends_all_and_any_number_goes_on(arguments, one, tmp_path, killed):
     out = tmp_path / "model"
     process = start(dpamoe(*arguments(out), "--jobs", "2"), out)
@@ -128,6 +129,7 @@ def test_each_process_takes_a_gpu(monkeypatch):
     assert jobs.device_of("cuda", Team()) == "cuda" and jobs.device_of("cpu", Team(1, 2)) == "cpu"
 
 
+@pytest.mark.slow
 def test_one_with_dense_layers_alone_does_its_share(random_model, tmp_path):
     """Of three layers the second, dense one is that of the second process; the first writes the text that all wait for."""
     model = random_model("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]})
