@@ -288,7 +288,7 @@ def _all_blocks(
     return accs
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def hopper_prefill_kernel(
     x, factor, order, tiles, peaks, rows, planes, scales, offset, unit, bias, out,
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,

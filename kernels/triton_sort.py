@@ -155,7 +155,7 @@ def _write_slices(tiles, own, most_tiles, E_PAD: tl.constexpr, SLICES: tl.conste
         tl.store(tiles + rest * (3 + 2 * SLICES), tl.full((128,), -1, tl.int32), mask=rest < most_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def prepare_kernel(
     x, order, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, STRETCHES: tl.constexpr,
     STRETCHES_PAD: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr,

@@ -100,7 +100,7 @@ def around(card):
         "count": compile_for(card, triton_sort.count_kernel, keys),
         "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64, "SLICES": 0}, num_warps=8),
         "slices": compile_for(
-            card, triton_sort.sort_kernel, keys | scales | {"BN": 0, "MIXED": 32, "SLICES": 4}, num_warps=8
+            card, triton_sort.sort_kernel, keys | scales | {"BN": 0, "MIXED": 64, "SLICES": 2}, num_warps=8
         ),
         "prepare": compile_for(
             card, triton_sort.prepare_kernel,

@@ -87,6 +87,8 @@ def test_a_dry_run_writes_nothing(run, tiny_dir, text, tmp_path):
     foreseen = json.loads(out)
     code, out, _ = run(*arguments, "--dry-run")
     assert f"64 experts in 4 sites; would write {foreseen['predicted_bytes']:,} bytes" in out
+    code, out, _ = run("convert", "nowhere", *arguments[1:], "--dry-run")
+    assert code == 1 and "1 of 2 models can be converted" in out
     code, out, _ = run(*arguments, "--json")
     assert json.loads(out)["bytes"] == pytest.approx(foreseen["predicted_bytes"], rel=0.01)
 

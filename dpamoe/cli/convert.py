@@ -163,4 +163,6 @@ def _table(outcome: dict) -> str:
         rows.append([name, "failed" if model["failed"] else "good", size])
         reasons += [f"{name}: {model['error']}"] if model["failed"] else []
     good = len(rows) - outcome["failed"]
-    return "\n".join([aligned(["model", "result", "bytes"], rows), *reasons, f"{good} of {len(rows)} models converted"])
+    tried = any("predicted_bytes" in model and "bytes" not in model for model in outcome["models"])
+    done = f"{good} of {len(rows)} models {'can be ' * tried}converted"
+    return "\n".join([aligned(["model", "result", "bytes"], rows), *reasons, done])
