@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dpamoe.kernels.hopper_unpack import (
-    add_plane,
     beside,
     fragment,
     fresh,
@@ -25,7 +24,7 @@ from dpamoe.kernels.hopper_unpack import (
     words_of,
 )
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
-from dpamoe.kernels.triton_unpack import OFFSET_STEPS, tied_scale, twice
+from dpamoe.kernels.triton_unpack import OFFSET_STEPS, add_plane, tied_scale, twice
 
 # names of Triton 3.8 and later, else those of 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -147,7 +146,7 @@ def _multiply_blocks(
             scale = raw.to(gl.float32)
         pairs, new = twice(scale * share, True), ()
         for i in gl.static_range(B):
-            new = new + (add_plane(parts[i], words[i], pairs),)
+            new = new + (add_plane(parts[i], words[i], pairs, True),)
         parts, words, raw = new, _chosen(later, w, B, W), raw_later
         if (present >> (c + 1)) % 2 == 1:
             hopper.mbarrier.wait(arrived, phase)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_unpack import add_bits, halves, position, swap_bytes
+from dpamoe.kernels.triton_unpack import halves
 
 
 @gluon.constexpr_function
@@ -32,19 +32,6 @@ def product_layout(NW, S):
 def left_layout(NW, S):
     """The left operand of a product with S columns."""
     return gl.DotOperandLayout(0, product_layout(NW, S), 2)
-
-
-@gluon.jit
-def add_plane(parts, words, scale):
-    """Add 2 * scale * bit to every weight; words int32 [BM, 4], scale: 2^14 times it, as fp16 pairs [BM, 4]."""
-    swapped = swap_bytes(words, True)
-    new = ()
-    for s in gl.static_range(16):
-        if position(s) == s:
-            new = new + (add_bits(parts[s], words, position(s), scale, True),)
-        else:
-            new = new + (add_bits(parts[s], swapped, position(s), scale, True),)
-    return new
 
 
 @gluon.jit

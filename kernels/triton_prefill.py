@@ -13,11 +13,9 @@ import triton.language as tl
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
 from dpamoe.kernels.triton_unpack import (
     OFFSET_STEPS,
-    add_bits,
     add_pairs,
+    add_plane,
     halves,
-    position,
-    swap_bytes,
     tied_scale,
     twice,
 )
@@ -80,19 +78,6 @@ def _start(base, ASM: tl.constexpr):
     p10 = add_pairs(p9, p9, ASM)
     p11 = add_pairs(p10, p10, ASM)
     return p8, p9, p10, p11, p4, p5, p6, p7, p8, p9, p10, p11, p4, p5, p6, p7
-
-
-@triton.jit
-def _add_plane(parts, words, scale, ASM: tl.constexpr):
-    """Add 2 * scale * bit to every weight; words int32 [N], scale: 2^14 times it, as fp16 pairs [N]."""
-    swapped = swap_bytes(words, ASM)
-    new = ()
-    for s in tl.static_range(16):
-        if position(s) == s:
-            new = new + (add_bits(parts[s], words, position(s), scale, ASM),)
-        else:
-            new = new + (add_bits(parts[s], swapped, position(s), scale, ASM),)
-    return new
 
 
 @triton.jit
@@ -159,7 +144,7 @@ def _uniform(
         xs = _read_x(x, sources, u, first, end, SUB, PARTS, STRETCHES)
         for c in tl.static_range(C):
             if c < most:
-                parts = _add_plane(parts, words[c], betas[c], ASM)
+                parts = add_plane(parts, words[c], betas[c], ASM)
         weight = _fragment(parts, BM // (16 * NW), NW)
         new = ()
         for j in tl.static_range(PARTS):
@@ -190,7 +175,7 @@ def _mixed(
         for c in tl.static_range(C):
             if c < most:
                 scale = _scale(raw, tied, power, c, TIED)
-                parts = _add_plane(parts, words[c], twice(scale * (2.0**14), ASM), ASM)
+                parts = add_plane(parts, words[c], twice(scale * (2.0**14), ASM), ASM)
                 base -= tl.where(inside, scale, 0.0)
                 if (present & (2 << c)) != 0:
                     beginning = _start(base, ASM)

@@ -78,6 +78,19 @@ def swap_bytes(words, ASM: tl.constexpr):
 
 
 @triton.jit
+def add_plane(parts, words, scale, ASM: tl.constexpr):
+    """Add 2 * scale * bit to all weights: 16 tensors of fp16 pairs, one per bit; words int32; scale: 2^14 times it, pairs."""
+    swapped = swap_bytes(words, ASM)
+    new = ()
+    for s in tl.static_range(16):
+        if position(s) == s:
+            new = new + (add_bits(parts[s], words, position(s), scale, ASM),)
+        else:
+            new = new + (add_bits(parts[s], swapped, position(s), scale, ASM),)
+    return new
+
+
+@triton.jit
 def twice(x, ASM: tl.constexpr):
     """x, fp32, as two equal fp16 numbers in an int32."""
     if ASM:
