@@ -16,6 +16,7 @@ from dpamoe.kernels.triton_sort import combine_kernel, prepare_kernel
 
 WARPS = 4  # one warp group
 BLOCK = 128  # inputs that one word of each of four lanes holds
+PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, since every pair has a prepared row of its own
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ def words_at_once(weight: EncodedWeight) -> int:
         if fits and words * BLOCK // group * size >= 4:  # the least that is copied without passing through registers
             return words
     return 0
+
+
+def usable(*weights: EncodedWeight) -> bool:
+    """Whether this kernel can read these weights: groups and widths as it takes them, tensors that begin on 16 bytes."""
+    fit = all(words_at_once(weight) for weight in weights)
+    return fit and all(tensor.data_ptr() % 16 == 0 for weight in weights for tensor in weight.tensors().values())
 
 
 def tile_for(pairs: int, experts: int, one_k: bool = False) -> Tile:
@@ -105,19 +112,28 @@ def product(
 def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool = False) -> Tensor:
     """The expert block for many tokens, [T, H_out]: sorted, two products, slots summed in order."""
     tokens, active = ids.shape
+    out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=x.device)
+    step = max(1, PAIRS_AT_ONCE // active)
+    for first in range(0, tokens, step):
+        some = slice(first, first + step)
+        own = (x[some], ids[some], gates[some], chunks[some])
+        _ffn_of_some(*own, up, up_bias, down, down_bias, activation, one_k, out[some])
+    return out
+
+
+def _ffn_of_some(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool, out: Tensor) -> None:
+    tokens, active = ids.shape
     experts, width, _ = down.offset.shape
     inner = torch.float32 if x.dtype == torch.float16 else x.dtype  # fp16 could overflow between the products
-    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     by = sort_pairs(ids, chunks, tile_for(ids.numel(), experts, one_k), up, down)
     hidden = torch.empty(ids.numel(), down.in_features, dtype=inner, device=x.device)
-    rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
     product(x, by, False, up, up_bias, activation, active, hidden)
+    rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
     product(hidden, by, True, down, down_bias, "", 0, rows)
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
         rows, ids, chunks, gates, out, *triton_experts.strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
     )
-    return out
 
 
 def prefill_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:

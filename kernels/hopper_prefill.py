@@ -57,7 +57,7 @@ def _multiply(accs, operand, x, block: gl.constexpr, first: gl.constexpr, levels
     K: gl.constexpr = operand.shape[1]
     for j in gl.static_range(P):
         acc = accs[j]
-        if (levels >> 4 * j) % 16 == level:
+        if (levels >> 4 * j) & 15 == level:
             acc = hopper.warpgroup_mma(operand, x.index(block * P + j).slice(first, K, 1).permute((1, 0)), acc)
         new = new + (acc,)
     return new
@@ -68,7 +68,7 @@ def _multiply_bases(
     accs, x, scales, offset, unit, power, line, group, levels, most, present,
     first: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Add offset - sum of scales of 16 groups times the sums of x over them, which stand as two fp16 numbers."""
+    """Add offset - sum of scales of 16 groups times the sums of x over them, each as two fp16 numbers."""
     at, inside = line[:, None] * GROUPS + group[None, :], (line[:, None] >= 0) & (group < GROUPS)[None, :]
     base = gl.load(offset + at, mask=inside, other=0).to(gl.float32)
     for c in gl.static_range(C):
@@ -78,9 +78,12 @@ def _multiply_bases(
         if c == 0 or c < most:
             base -= _scale(raw, unit, c, TIED)
             if (present >> (c + 1)) % 2 == 1:
-                operand = (base * (power * 16.0)).to(gl.float16)
-                accs = _multiply(accs, operand, x, 0, first, levels, c + 1, P)
-                accs = _multiply(accs, operand, x, 0, first + 16, levels, c + 1, P)
+                whole = base * (power * 16.0)
+                high = whole.to(gl.float16)
+                accs = _multiply(accs, high, x, 0, first, levels, c + 1, P)
+                accs = _multiply(accs, high, x, 0, first + 16, levels, c + 1, P)
+                low = (whole - high.to(gl.float32)).to(gl.float16)
+                accs = _multiply(accs, low, x, 0, first, levels, c + 1, P)
     return accs
 
 
@@ -234,15 +237,15 @@ def _all_bases(
     accs = (gl.zeros((16 * NW, S), gl.float32, product_layout(NW, S)),) * P
     line = expert.to(gl.int64) * OUT + line_of(block, gl.SliceLayout(1, left), 16 * NW, OUT, GATED)
     group = gl.arange(0, 16, gl.SliceLayout(0, left))
-    for first in gl.static_range(0, CHUNKS, 4):  # as many as stand in a block
+    for b in range((CHUNKS + 3) // 4):  # four stand in a block
         barrier()
-        _ask(x, starts, IN + first * 32, 1, buffer, arrived, P, S)
-        hopper.mbarrier.wait(arrived, first // 4 % 2)
+        _ask(x, starts, IN + b * 128, 1, buffer, arrived, P, S)
+        hopper.mbarrier.wait(arrived, b % 2)
         barrier()
-        for i in gl.static_range(first, min(first + 4, CHUNKS)):
+        for i in gl.static_range(min(4, CHUNKS)):
             accs = _multiply_bases(
-                accs, buffer, scales, offset, unit, power, line, 16 * i + group, levels, most, present,
-                (i - first) * 32, GROUPS, C, TIED, P,
+                accs, buffer, scales, offset, unit, power, line, 64 * b + 16 * i + group, levels, most, present,
+                32 * i, GROUPS, C, TIED, P,
             )  # fmt: skip
     return accs
 

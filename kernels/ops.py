@@ -6,8 +6,8 @@ unit (see `layout`). On CUDA the Triton kernels run; torch code runs on the CPU,
 fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the kernels multiply in fp16.
 """
 
+import importlib.util
 import warnings
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,29 +37,34 @@ def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
     return all(supported(weight) for weight in weights)
 
 
-def _many(x: Tensor, *weights: EncodedWeight):
-    """The module that computes many tokens with these weights on this card."""
+def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, *arguments) -> Tensor:
+    """Call `prefill_ffn` or `prefill_matmul`: by the kernels that this card has of its own, else by those for any card."""
+    from triton.errors import TritonError
+
     from dpamoe.kernels import triton_experts
 
     if _has_own_kernels(x.device):
         from dpamoe.kernels import hopper_experts
 
-        if all(hopper_experts.words_at_once(weight) for weight in weights):
-            return hopper_experts
-    return triton_experts
+        if hopper_experts.usable(*weights):
+            try:
+                return getattr(hopper_experts, name)(*arguments)
+            except (TritonError, RuntimeError) as error:
+                if not isinstance(error, TritonError) and "PassManager" not in str(error):
+                    raise
+                _broken.append(x.device)
+                warnings.warn(f"the kernels for Hopper do not compile, those for any card run instead: {error}", stacklevel=2)
+    return getattr(triton_experts, name)(*arguments)
 
 
-@cache
+_broken: list[torch.device] = []  # devices whose own kernels this version of Triton does not compile
+
+
 def _has_own_kernels(device: torch.device) -> bool:
-    """Whether it is a Hopper card, and Triton has the dialect that the kernels for it are written in."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    """Whether it is a Hopper card, and Triton has the dialect, which is young, that the kernels for it are written in."""
+    if device in _broken or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    try:
-        from dpamoe.kernels import hopper_experts  # noqa: F401
-    except (ImportError, AttributeError) as error:  # the dialect is young, and moves between versions
-        warnings.warn(f"the kernels for Hopper cannot be used, those for any card run instead: {error}", stacklevel=2)
-        return False
-    return True
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool) -> str:
@@ -169,9 +174,11 @@ def _expert_matmul(
         from dpamoe.kernels import triton_experts
 
         few = _path(x, expert_ids, weight, offset.shape[1], False) == "decode"
-        run = triton_experts.decode_matmul if few else _many(x, weight).prefill_matmul
+        arguments = (_with_unit_stride(x), expert_ids, chunks, weight, bias)
         with torch.cuda.device_of(x):
-            return run(_with_unit_stride(x), expert_ids, chunks, weight, bias)
+            if few:
+                return triton_experts.decode_matmul(*arguments)
+            return _many_tokens(x, (weight,), "prefill_matmul", *arguments)
     return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
 
 
@@ -193,7 +200,8 @@ def _expert_ffn(
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
     the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's word that all pairs of an expert
-    have the same k, which saves a launch; False is always right. Raises ValueError on shapes that do not fit.
+    have the same k, which saves a launch or takes a wider tile; False is always right. Raises ValueError on shapes that do
+    not fit.
     """
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
@@ -214,6 +222,8 @@ def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
     width = parts[2].shape[1] // (2 if is_gated(activation) else 1)
     up = EncodedWeight(*parts[:4], x.shape[-1], group_size)
     _check_rows(x, expert_ids, up)
+    if (parts[3] is None) != (parts[8] is None):
+        raise ValueError("one weight of the block has tied scales and the other has not: encode both with one scale mode")
     return up, EncodedWeight(*parts[5:9], width, group_size)
 
 
@@ -234,7 +244,9 @@ def _ffn_in_triton(x, expert_ids, gates, chunks, block: tuple, one_k: bool, limi
     arguments = (_with_unit_stride(x), expert_ids, gates, chunks, *block)
     made = None if limits is None else triton_experts.Allocation(gates, *limits)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return triton_experts.decode_ffn(*arguments, made) if few else _many(x, up, down).prefill_ffn(*arguments, one_k)
+        if few:
+            return triton_experts.decode_ffn(*arguments, made)
+        return _many_tokens(x, (up, down), "prefill_ffn", *arguments, one_k)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):

@@ -82,7 +82,7 @@ def shape_of(weight: EncodedWeight) -> dict:
 def tensors_of(weight: EncodedWeight, bias: Tensor | None) -> tuple:
     """Planes, scales, offset, unit and bias; a tensor that is not there is stood in for by one that is not read."""
     unit = weight.offset if weight.unit is None else weight.unit
-    return tuple(weight.planes), tuple(weight.scales), weight.offset, unit, weight.offset if bias is None else bias
+    return tuple(weight.planes), tuple(weight.scales), weight.offset, unit, weight.offset if bias is None else bias.contiguous()
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def sort_into(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `sort_kernel`, which writes tiles; order and levels int32 [P] and peaks fp32 [2, E] as there."""
     (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device
-    order, levels = torch.empty(2, pairs, dtype=torch.int32, device=device)
+    order, levels = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))  # both aligned
     peaks = torch.empty(2, experts, dtype=torch.float32, device=device)
     keys = 8 * triton.next_power_of_2(experts)
     blocks = triton.cdiv(pairs, SORT_BLOCK)

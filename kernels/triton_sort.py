@@ -19,7 +19,7 @@ def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot
     return tl.where(held, expert * LEVELS + k - 1, 0), held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
@@ -61,10 +61,10 @@ def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr)
     if TIED:
         top = 2 * tied_scale(top, tl.load(unit + expert))  # offsets reach 4/3 of the scale
     power, inverse = unit_power(top)
-    return inverse
+    return tl.minimum(inverse, 2.0**100)  # of an expert of zeros too, times a little more, within fp32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks", "most_tiles"])
 def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
@@ -160,12 +160,12 @@ def prepare_kernel(
     x, order, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, STRETCHES: tl.constexpr,
     STRETCHES_PAD: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [rows, 128 STRETCHES + SUMS].
+    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [programs, 128 STRETCHES + SUMS].
 
     Input 32 (l W + w) + 16 h + s of a stretch of 128 W goes to block w, place 8 s + 2 l + h, and carries
-    2^(19 - place of bit s). Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [rows]
-    takes back. A: 0, or row i is that of pair order[i], of which A have one row of x. SUMS: 0, or so many columns follow with
-    16 times the sums over groups: of each 16 groups the numbers in fp16, then their remainders.
+    2^(19 - place of bit s). Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [programs]
+    takes back. A: 0, or row i is that of pair order[i], and A pairs share one of the `rows` of x. SUMS: 0, or so many columns
+    follow with 16 times the sums over groups: of each 16 groups the numbers in fp16, then their remainders.
     """
     row = tl.program_id(0).to(tl.int64)
     source = row
@@ -188,11 +188,10 @@ def prepare_kernel(
         place = own + STRETCHES * 128 + group // 16 * 32 + group % 16
         tl.store(place, high, mask=group < SUMS // 2)
         tl.store(place + 16, (total - high.to(tl.float32)).to(tl.float16), mask=group < SUMS // 2)
-        if STRETCHES_PAD * 128 // GROUP < 16:  # zeros for the rest of the 16
-            rest = tl.arange(0, 16)
-            place = own + STRETCHES * 128 + rest
-            tl.store(place, tl.zeros((16,), tl.float16), mask=rest >= STRETCHES_PAD * 128 // GROUP)
-            tl.store(place + 16, tl.zeros((16,), tl.float16), mask=rest >= STRETCHES_PAD * 128 // GROUP)
+        rest = STRETCHES_PAD * 128 // GROUP + tl.arange(0, 64)  # what is left of the last 64
+        place = own + STRETCHES * 128 + rest // 16 * 32 + rest % 16
+        tl.store(place, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
+        tl.store(place + 16, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
 
 
 @triton.jit

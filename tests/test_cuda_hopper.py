@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dpamoe.kernels import grouped, paths
+pytest.importorskip("triton.experimental.gluon")
+
+from dpamoe.kernels import grouped, hopper_experts, paths
 from dpamoe.kernels.layout import EncodedWeight
 
-hopper_experts = pytest.importorskip("dpamoe.kernels.hopper_experts", exc_type=ImportError)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no CUDA device of compute capability 9.0")]
 
@@ -118,6 +119,35 @@ def test_biases_activations_and_row_types(activation, dtype):
     cpu = [[t.cpu() for t in a] if isinstance(a, list) else a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
     expected = OPS.expert_ffn(x.float().cpu(), *cpu).double().cuda()
     assert error(found, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-3)  # half of their last digit, once per rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("group", [64, 256])
+def test_inputs_with_a_mean_and_an_expert_of_zeros(group, dtype):
+    """384 inputs in groups of 64 are no whole stretches of two words for a lane."""
+    width = 384 if group == 64 else 512
+    weight = random_weight(96, width, group, dtype=dtype)
+    for tensor in (*weight.scales, weight.offset):
+        tensor[2] = 0
+    x, ids, _, chunks = routing(60, width)
+    x = x + 1
+    with paths.forced("prefill"):
+        found = OPS.expert_matmul(x + 1, ids, chunks, *opened(weight), group)
+    expected = multiply(x + 1, ids, chunks, decoded(weight), None)
+    assert error(found, expected) < FACTOR * error(
+        multiply(x + 1, ids, chunks, decoded(weight, torch.bfloat16), None), expected
+    )
+    assert (found[ids == 2] == 0).all()
+
+
+def test_a_long_prompt_in_parts(monkeypatch):
+    up, down = random_weight(2 * 256, 512, 128), random_weight(512, 256, 128)
+    x, ids, gates, chunks = routing(100, 512)
+    call = (x, ids, gates, chunks, *opened(up), *opened(down), "silu_mul", 128)
+    with paths.forced("prefill"):
+        whole = OPS.expert_ffn(*call)
+        monkeypatch.setattr(hopper_experts, "PAIRS_AT_ONCE", 120)
+        torch.testing.assert_close(OPS.expert_ffn(*call), whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max()))  # bf16
 
 
 def test_rows_of_their_own_and_strides():

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+pytest.importorskip("triton.experimental.gluon")
+
 from dpamoe.kernels import grouped
+from dpamoe.kernels import hopper_experts as he
 from dpamoe.kernels.layout import group_width
 
-he = pytest.importorskip("dpamoe.kernels.hopper_experts", exc_type=ImportError)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, ACTIVE, PLANES = 6, 3, 8
 
@@ -51,6 +53,16 @@ def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, slices, p
     assert (seen == 1).all()
 
 
+def test_the_most_tiles_that_pairs_can_need(random_encoded):
+    """Every expert has each k once more than slices hold, which no bound may forget."""
+    tile, experts = he.Tile(2, 8), 3
+    ids = torch.arange(experts).repeat_interleave(8 * 9)[:, None]
+    chunks = torch.arange(1, 9, dtype=torch.int32).repeat_interleave(9).repeat(experts)[:, None]
+    weight = moved(random_encoded(experts, 8, 128, 64, PLANES))
+    by = he.sort_pairs(ids.to(DEVICE), chunks.to(DEVICE), tile, weight, weight)
+    assert int((by.tiles[:, 0] >= 0).sum()) == experts * 8 <= by.tiles.shape[0]
+
+
 def test_cuts_by_the_number_of_pairs():
     assert he.tile_for(0, 8) == he.TILES[0][1] and he.tile_for(12 * 8, 8) == he.TILES[0][1]
     assert he.tile_for(12 * 8 + 1, 8) == he.TILES[1][1] and he.tile_for(10**7, 8) == he.TILES[-1][1]
@@ -82,19 +94,24 @@ def as_the_kernel_reads(weight, expert, k, words):
     return parts.permute(0, 1, 3, 5, 2, 4).reshape(rows, width)
 
 
-@pytest.mark.parametrize("group, width", [(32, 256), (64, 256), (128, 768), (256, 512), (32, 1024)])
-def test_prepared_rows_times_planes_and_sums_times_offsets(random_encoded, group, width):
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("group, width", [(32, 256), (64, 256), (128, 768), (256, 512), (32, 1024), (32, 2304)])
+def test_prepared_rows_times_planes_and_sums_times_offsets(random_encoded, group, width, mean):
     weight, k = moved(random_encoded(2, 24, width, group, 4)), 3
-    x = torch.randn(5, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = (torch.randn(5, width, generator=torch.Generator().manual_seed(1)) + mean).bfloat16()
     order = torch.tensor([3, 0, 9, 6, -1, 2**30], dtype=torch.int32)  # the last two were not written
     by = he.Sorted(order.to(DEVICE), order, order, he.TILES[0][1])
     ready, factor = (t.cpu().double() for t in he.prepare_rows(x.to(DEVICE), by, 2, weight))
     ready, factor, rows = ready[:4], factor[:4], x[order[:4].long() // 2].double()
     groups = width // group
-    place = torch.arange(groups) // 16 * 32 + torch.arange(groups) % 16
-    sums, base = ready[:, width + place] + ready[:, width + place + 16], weight.offset[1].double().cpu()
-    for scale in weight.scales[:k]:
-        base = base - scale[1].double().cpu()
-    found = ready[:, :width] @ as_the_kernel_reads(weight, 1, k, he.words_at_once(weight)).T + 16 * sums @ base.T
+    place = torch.arange((ready.shape[1] - width) // 2)
+    place = width + place // 16 * 32 + place % 16
+    high, low = ready[:, place], ready[:, place + 16]
+    assert not high[:, groups:].any() and not low[:, groups:].any()
+    base = weight.offset[1].double().cpu() - sum(scale[1].double().cpu() for scale in weight.scales[:k])
+    base_high = (16 * base).half().double()
+    base_low = (16 * base - base_high).half().double()
+    found = ready[:, :width] @ as_the_kernel_reads(weight, 1, k, he.words_at_once(weight)).T
+    found += (high + low)[:, :groups] @ base_high.T + high[:, :groups] @ base_low.T
     expected = rows @ next(grouped.prefixes(weight, 1, [k])).double().cpu().T
     assert (found * factor[:, None] - expected).norm() < 2**-10 * expected.norm()  # x is rounded to fp16 after its scaling
