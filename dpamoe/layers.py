@@ -78,12 +78,13 @@ def on_meta(source: Source) -> nn.Module:
     import transformers
     from accelerate import init_empty_weights
 
-    name = str((source.config.get("architectures") or [None])[0])
+    name, kind = str((source.config.get("architectures") or [None])[0]), source.config.get("model_type")
     architecture = getattr(transformers, name, None)
-    if architecture is None:
+    if architecture is None or kind not in transformers.CONFIG_MAPPING:
+        lacking = f"architecture {name}" if architecture is None else f"model type {kind}"
         raise ValueError(
-            f"{source.folder / 'config.json'} names architecture {name}, which transformers {transformers.__version__} lacks: "
-            "models with code of their own are transformed in memory (dpamoe.transform)"
+            f"{source.folder / 'config.json'} names {lacking}, which transformers {transformers.__version__} lacks: models "
+            "with code of their own are transformed in memory (dpamoe.transform)"
         )
     config = transformers.AutoConfig.from_pretrained(source.folder, trust_remote_code=False)  # ask nobody
     if hasattr(config, "quantization_config"):

@@ -201,6 +201,7 @@ def halve_vocabulary(folder):
         (put("model.layers.0.input_layernorm.weight", float("inf")), ["model.layers.0.input_layernorm.weight"]),
         (lambda folder: sources.change_config(folder, quantization_config={"quant_method": "awq"}), ["quantized with awq"]),
         (lambda folder: sources.change_config(folder, architectures=["NoSuch"]), ["names architecture NoSuch"]),
+        (lambda folder: sources.change_config(folder, model_type="of_nobody"), ["names model type of_nobody", "transform"]),
     ],
 )  # fmt: skip
 def test_damaged_sources(qwen, given_ids, tmp_path, damage, words):
