@@ -13,7 +13,7 @@ from dpamoe.kernels.layout import EncodedWeight, group_width, groups_of
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_decode import down_kernel, up_kernel
 from dpamoe.kernels.triton_prefill import prefill_kernel
-from dpamoe.kernels.triton_sort import combine_kernel, count_kernel, prepare_kernel, sort_kernel
+from dpamoe.kernels.triton_sort import combine_kernel, count_kernel, prepare_kernel, scan_kernel, sort_kernel
 
 WORD = 32  # inputs in one 32-bit word of a plane
 SORT_BLOCK = 128
@@ -168,9 +168,11 @@ def sort_into(
     peaks = torch.empty(2, experts, dtype=torch.float32, device=device)
     keys = 8 * triton.next_power_of_2(experts)
     blocks = triton.cdiv(pairs, SORT_BLOCK)
-    counts = torch.empty(blocks, keys, dtype=torch.int32, device=device)
+    counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
+    some = min(keys, 64)
+    scan_kernel[(keys // some,)](counts, blocks, KEYS=keys, SOME=some, AT_ONCE=32)
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),

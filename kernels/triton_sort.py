@@ -30,19 +30,21 @@ def count_kernel(
     tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
 
 
-@triton.jit
-def _totals(counts, blocks, before, KEYS: tl.constexpr):
-    """Per key: its number in all blocks, and in those before block `before`; int32 [KEYS]."""
-    at_once: tl.constexpr = max(1, 8192 // KEYS)  # so that loads wait together
-    key, some = tl.arange(0, KEYS), tl.arange(0, at_once)
-    total = tl.zeros((KEYS,), tl.int32)
-    earlier = tl.zeros((KEYS,), tl.int32)
-    for first in range(0, blocks, at_once):
+@triton.jit(do_not_specialize=["blocks"])
+def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE: tl.constexpr):
+    """counts int32 [blocks + 1, KEYS]: of each key, from its numbers in the blocks to those before them, and in all (last).
+
+    A program takes SOME keys, AT_ONCE blocks at a time.
+    """
+    key, some = tl.program_id(0) * SOME + tl.arange(0, SOME), tl.arange(0, AT_ONCE)
+    before = tl.zeros((SOME,), tl.int32)
+    for first in range(0, blocks, AT_ONCE):
         block = first + some[:, None]
-        count = tl.load(counts + block * KEYS + key[None, :], mask=block < blocks, other=0)
-        total += tl.sum(count, 0)
-        earlier += tl.sum(tl.where(block < before, count, 0), 0)
-    return total, earlier
+        at = counts + block * KEYS + key[None, :]
+        count = tl.load(at, mask=block < blocks, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
+        before += tl.sum(count, 0)
+    tl.store(counts + blocks * KEYS + key, before)
 
 
 @triton.jit
@@ -71,33 +73,35 @@ def sort_kernel(
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
     SLICES: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
-    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k. One program more writes the tiles.
+    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
-    tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every k that occurs. An
-    expert of one k gets tiles of BN pairs, others of MIXED. SLICES: see `_write_slices`, MIXED pairs in each, BN is not used.
-    E programs more find the power of two under which all scales and offsets of an expert are below 1: peaks fp32 [2, E], of
-    the up and the down weight, whose groups number UP and DOWN.
+    One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
+    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. SLICES: see `_write_slices`, MIXED pairs in each,
+    BN is not used. E programs more find the power of two under which all scales and offsets of an expert are below 1: peaks
+    fp32 [2, E], of the up and the down weight, whose groups number UP and DOWN.
     """
-    block = tl.program_id(0)
-    total, earlier = _totals(counts, blocks, block, KEYS)
-    start = tl.cumsum(total, 0) - total
+    block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
+        total = tl.load(totals + tl.arange(0, KEYS))
+        start = tl.cumsum(total, 0) - total + tl.load(counts + block * KEYS + tl.arange(0, KEYS))
         at = block * B + tl.arange(0, B)
         key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
         other = tl.where(held, key, -1)
         same = (key[:, None] == other[None, :]) & (tl.arange(0, B)[None, :] < tl.arange(0, B)[:, None])
-        place = tl.gather(start + earlier, key, 0) + tl.sum(same.to(tl.int32), 1)
+        place = tl.gather(start, key, 0) + tl.sum(same.to(tl.int32), 1)
         tl.store(order + place, at, mask=held)
         tl.store(levels + place, key % LEVELS + 1, mask=held)
     elif block > blocks:
         expert = block - blocks - 1
-        if tl.sum(tl.where(tl.arange(0, KEYS) // LEVELS == expert, total, 0), 0) > 0:
+        if tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0:
             tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
             tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
-    elif SLICES:
-        _write_slices(tiles, total.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, SLICES, MIXED)
     else:
-        _write_tiles(tiles, total.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
+        own = tl.load(totals + tl.arange(0, KEYS)).reshape(KEYS // 8, 8)
+        if SLICES:
+            _write_slices(tiles, own, most_tiles, KEYS // 8, SLICES, MIXED)
+        else:
+            _write_tiles(tiles, own, most_tiles, KEYS // 8, BN, MIXED)
 
 
 @triton.jit

@@ -98,6 +98,7 @@ def around(card):
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
+        "scan": compile_for(card, triton_sort.scan_kernel, {"KEYS": 8 * EXPERTS, "SOME": 64, "AT_ONCE": 32}),
         "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64, "SLICES": 0}, num_warps=8),
         "slices": compile_for(
             card, triton_sort.sort_kernel, keys | scales | {"BN": 0, "MIXED": 64, "SLICES": 2}, num_warps=8

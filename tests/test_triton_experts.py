@@ -6,6 +6,7 @@ import torch
 from dpamoe.kernels import grouped, reference
 
 te = pytest.importorskip("dpamoe.kernels.triton_experts")
+triton_sort = pytest.importorskip("dpamoe.kernels.triton_sort")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATHS = {"decode": te.decode_ffn, "prefill": te.prefill_ffn}
 ERROR = 4e-3  # of the Frobenius norm: decode adds 8 products in fp16, and so few inputs do not average its rounding out
@@ -155,6 +156,15 @@ def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, uniform):
     for weight, peak in zip(weights, peaks, strict=True):
         largest = torch.stack([t.float().abs().flatten(1).amax(1) for t in (weight.scales[0], weight.offset)]).amax(0)
         assert ((largest * peak < 1) & (largest * peak >= 0.5)).all()  # every expert is asked for
+
+
+def test_numbers_before_each_block_of_pairs():
+    """More blocks than are taken at once, and a number of them that is none of their multiples."""
+    counts = torch.randint(0, 9, (75, 128), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    scanned = on_device(torch.cat([counts, torch.full((1, 128), -1, dtype=torch.int32)]))[0]
+    triton_sort.scan_kernel[(2,)](scanned, 75, KEYS=128, SOME=64, AT_ONCE=32)
+    expected = torch.cat([torch.zeros(1, 128, dtype=torch.int64), counts.cumsum(0)])
+    assert torch.equal(scanned.cpu().long(), expected)
 
 
 def test_prefill_and_decode_matmul(random_pairs, random_encoded):
