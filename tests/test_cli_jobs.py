@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,23 +72,33 @@ def start(command, out):
     return process
 
 
-def worker(process, number):
-    """Process `number` of those that were started."""
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+def stopped(command, out, stop):
+    """Start it, stop it in the midst of its work, and return its exit code and what it said."""
+    for _ in range(5):
+        process = start(command, out)
+        stop(process)
+        said = process.communicate()
+        if process.returncode:
+            return process.returncode, *said
+        shutil.rmtree(out)  # on a busy machine it may end before it is stopped
+    raise AssertionError("five conversions ended before they were stopped")
+
+
+def kill(process, number):
+    """Kill process `number` of those that were started."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
             if child.environ().get("RANK") == str(number):
-                return child
-    raise AssertionError(f"no process {number}")
+                child.kill()
+                return
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_that_is_killed_ends_all_and_any_number_goes_on(arguments, one, tmp_path, killed):
     out = tmp_path / "model"
-    process = start(dpamoe(*arguments(out), "--jobs", "2"), out)
-    worker(process, killed).kill()
-    printed, errors = process.communicate()
-    assert process.returncode == 1 and printed == "" and "Traceback" not in errors
+    code, printed, errors = stopped(dpamoe(*arguments(out), "--jobs", "2"), out, lambda process: kill(process, killed))
+    assert code == 1 and printed == "" and "Traceback" not in errors
     last = errors.splitlines()[-1]
     assert "dpamoe convert: error: " in last and "run the same command again" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.log", "model.partial"]
@@ -98,11 +109,15 @@ def test_one_that_is_killed_ends_all_and_any_number_goes_on(arguments, one, tmp_
 @pytest.mark.slow
 def test_ctrl_c_ends_all(arguments, one, tmp_path):
     out = tmp_path / "model"
-    process = start(dpamoe(*arguments(out), "--jobs", "2"), out)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130 and errors.splitlines()[-1].startswith("dpamoe: interrupted; what was finished is kept")
+    children = []
+
+    def interrupt(process):
+        with contextlib.suppress(psutil.Error):
+            children[:] = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+
+    code, _, errors = stopped(dpamoe(*arguments(out), "--jobs", "2"), out, interrupt)
+    assert code == 130 and errors.splitlines()[-1].startswith("dpamoe: interrupted; what was finished is kept")
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     call(dpamoe(*arguments(out)))
     assert contents(out) == one
