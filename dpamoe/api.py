@@ -151,7 +151,7 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
 
 def set_spend(model: nn.Module, **changes) -> None:
-    """Change budget, allocation, scope or fallback (see `SpendSpec`) of every site; only a new budget recompiles nothing.
+    """Change any of budget, allocation, scope, … (see `SpendSpec`) of every site; only a new budget recompiles nothing.
 
     The fallback holds for the device that the experts are on now: set it again after moving them. Raises ValueError for a
     value out of its range, and for a fallback without measured costs; nothing is changed then.
@@ -162,7 +162,7 @@ def set_spend(model: nn.Module, **changes) -> None:
         raise TypeError(f"{', '.join(sorted(unknown))} is no setting: use {', '.join(SpendSpec.__dataclass_fields__)}")
     chosen = {path: replace(experts.spend, **changes) for path, experts in held.items()}
     for path, experts in held.items():
-        check_budget(chosen[path].budget, experts.spec.k_min, int(experts.k_max))
+        check_budget(chosen[path].budget, chosen[path].least(experts.spec.k_min), int(experts.k_max))
         uniform_start(experts.site, experts.spec, experts.k_max.device, chosen[path])
     for path, experts in held.items():
         experts.set_spend(chosen[path])
@@ -241,36 +241,37 @@ def report(model: nn.Module) -> Report:
     )
 
 
-def expert_bytes(model: nn.Module, planes: float) -> float:
-    """Bytes of all encoded experts at `planes` planes each, scales and offsets included."""
+def expert_bytes(model: nn.Module, planes: float, read: float = 1.0) -> float:
+    """Bytes of all encoded experts at `planes` planes each, scales and offsets included; read: share that is not skipped."""
     sizes = [experts.bytes_per_plane() for experts in held_experts(model).values()]
-    return sum(fixed + planes * plane for plane, fixed in sizes)
+    return sum(read * fixed + planes * plane for plane, fixed in sizes)
 
 
-def bits_per_weight(model: nn.Module, planes: float) -> float:
-    """Bits per expert weight at `planes` planes, scales and offsets included."""
-    return 8 * expert_bytes(model, planes) / sum(e.site.weights for e in held_experts(model).values())
+def bits_per_weight(model: nn.Module, planes: float, read: float = 1.0) -> float:
+    """Bits per expert weight at `planes` planes, scales and offsets included; read: share of experts that is not skipped."""
+    return 8 * expert_bytes(model, planes, read) / sum(e.site.weights for e in held_experts(model).values())
 
 
 def stats(model: nn.Module, reset: bool = False) -> dict:
     """What was spent since the last reset, over all sites and by site; counted on the device, read only here.
 
-    mean_planes: planes per (token, expert) pair that was computed, None before the first; pairs; tokens; histogram: pairs by
-    number of planes; share_at_k_max: share of the pairs that read as many planes as the model may read; bytes_per_token:
-    bytes of expert weights, scales included, that one token on its own reads in all layers (tokens of a batch that select
-    the same expert share them); sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if the
-    model is not transformed.
+    mean_planes: planes per pair of a token and an expert that it selected, None before the first; pairs; tokens; histogram:
+    pairs by number of planes, 0 for those that were skipped; share_at_k_max: share of the pairs that read as many planes as
+    the model may read; bytes_per_token: bytes of expert weights, scales included, that one token on its own reads in all
+    layers (tokens of a batch that select the same expert share them); sites: {path: {"mean_planes", "bytes_per_token",
+    "histogram"}}. Raises ValueError if the model is not transformed.
     """
     held = held_experts(model)
-    counts = {path: experts.spent.tolist() for path, experts in held.items()}
+    counts = {path: [int(experts.skipped), *experts.spent[1:].tolist()] for path, experts in held.items()}
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
-    tokens = {path: sum(counts[path]) // experts.site.top_k for path, experts in held.items()}  # choices left out count as 0
+    tokens = {path: int(e.spent.sum()) // e.site.top_k for path, e in held.items()}  # choices left out count as 0
     at_k_max = sum(counts[path][int(experts.k_max)] for path, experts in held.items())
     read = {path: _bytes_read(experts, counts[path]) for path, experts in held.items()}
     if reset:
         for experts in held.values():
             experts.spent.zero_()
-    pairs = sum(total[1:])
+            experts.skipped.zero_()
+    pairs = sum(total)
     return {
         "mean_planes": _mean_planes(total),
         "pairs": pairs,
@@ -281,7 +282,7 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
         "sites": {
             path: {
                 "mean_planes": _mean_planes(own),
-                "bytes_per_token": read[path] / tokens[path] if sum(own[1:]) else None,
+                "bytes_per_token": read[path] / tokens[path] if sum(own) else None,
                 "histogram": _histogram(own),
             }
             for path, own in counts.items()
@@ -290,12 +291,12 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
 
 
 def _mean_planes(counts: list[int]) -> float | None:
-    pairs = sum(counts[1:])
+    pairs = sum(counts)
     return sum(k * count for k, count in enumerate(counts)) / pairs if pairs else None
 
 
 def _histogram(counts: list[int]) -> dict[int, int]:
-    return {k: count for k, count in enumerate(counts) if k and count}
+    return {k: count for k, count in enumerate(counts) if count}
 
 
 def _bytes_read(experts: EncodedExperts, counts: list[int]) -> float:

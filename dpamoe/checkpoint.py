@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -149,7 +150,7 @@ def quantization_config(model: nn.Module, budget: float, source: str | None) -> 
     first = next(iter(held.values()))
     sites = [experts.site.as_dict() for experts in held.values()]
     unreached = {path: experts.unreached for path, experts in held.items() if experts.unreached}
-    return settings_of(first.spec, SpendSpec(budget=budget, scope=first.spend.scope), source, sites, unreached)
+    return settings_of(first.spec, replace(first.spend, budget=budget), source, sites, unreached)
 
 
 def settings_of(
@@ -162,6 +163,7 @@ def settings_of(
         **spec.as_dict(),
         "default_budget": spend.budget,
         "budget_scope": spend.scope,
+        "skip": spend.skip,
         "source": source,
         "sites": sites,
         "unreached": unreached,
@@ -313,6 +315,11 @@ def read_tensors(folder: str | Path, weight_map: dict[str, str]) -> dict[str, Te
 def spec_of(settings: dict) -> EncodeSpec:
     """How a folder was encoded, by its quantization_config."""
     return EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
+
+
+def spend_of(settings: dict) -> SpendSpec:
+    """How a folder spends unless it is told otherwise, by its quantization_config; what an older one lacks is as it was."""
+    return SpendSpec(settings["default_budget"], scope=settings.get("budget_scope", "token"), skip=settings.get("skip", False))
 
 
 def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes: int) -> EncodedExperts:

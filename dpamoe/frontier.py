@@ -23,7 +23,7 @@ from dpamoe.profile import weight_error
 from dpamoe.progress import track
 from dpamoe.score import measure_reference, reopen_reference
 from dpamoe.sites import Site, gather
-from dpamoe.spec import ALLOCATIONS, EncodeSpec, check_budget
+from dpamoe.spec import EncodeSpec, check_budget
 from dpamoe.tasks import BATCH, check_tasks, run_tasks
 
 MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py")
@@ -85,10 +85,10 @@ def plan(wanted: Wanted) -> Plan:
     spec = _spec(wanted, encoded)
     for budget in wanted.budgets:
         check_budget(budget, spec.k_min, spec.k_max)
-    unknown = [name for name in wanted.baselines if name not in (*ALLOCATIONS, *static.FORMATS)]
+    unknown = [name for name in wanted.baselines if name not in (*evaluate.SPENDINGS, *static.FORMATS)]
     if unknown:
-        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*ALLOCATIONS, *static.FORMATS))}")
-    formats = tuple(name for name in wanted.baselines if name not in ALLOCATIONS)
+        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*evaluate.SPENDINGS, *static.FORMATS))}")
+    formats = tuple(name for name in wanted.baselines if name not in evaluate.SPENDINGS)
     static.check_formats(formats)
     check_measures(wanted)
     chosen = check_tasks(wanted.tasks, wanted.include_path) if wanted.tasks else None
@@ -98,7 +98,7 @@ def plan(wanted: Wanted) -> Plan:
     tokenizer = text.load_tokenizer(source)
     windows = None if wanted.text is None else _windows(wanted, source, tokenizer)
     return Plan(
-        wanted, source, encoded, spec, ("dpa", *(name for name in wanted.baselines if name in ALLOCATIONS)), formats,
+        wanted, source, encoded, spec, ("dpa", *(name for name in wanted.baselines if name in evaluate.SPENDINGS)), formats,
         windows, calibration, tokenizer, chosen, _settings(wanted, source, spec, windows, calibration),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -134,8 +135,9 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
     folder = Path(folder)
     settings, weight_map = checkpoint.read_index(folder, k_max)
     planes = k_max or settings["k_max"]
-    budget = warn_clamped(settings["default_budget"], planes) if budget is None else budget
-    check_budget(budget, settings["k_min"], planes)
+    spend = checkpoint.spend_of(settings)
+    budget = warn_clamped(spend.budget, planes) if budget is None else budget
+    check_budget(budget, spend.least(settings["k_min"]), planes)
     tensors = checkpoint.read_tensors(folder, weight_map)
     model = skeleton(folder)
     for fields in settings["sites"]:
@@ -157,7 +159,7 @@ def finish(model: nn.Module, folder: Path, settings: dict, budget: float) -> Non
     model.dpamoe_source = _recorded_source(folder, settings)
     origin.remember(model, folder)
     keep_own_format(model)
-    set_spend(model, budget=budget, scope=settings.get("budget_scope", "token"))
+    set_spend(model, **asdict(replace(checkpoint.spend_of(settings), budget=budget)))
 
 
 def skeleton(folder: Path) -> nn.Module:

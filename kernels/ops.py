@@ -114,10 +114,11 @@ def _allocate(
 ) -> Tensor:
     """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
 
-    gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes); budget fp32 0-d or
-    [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A]; each row sums to
-    floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. convex: the caller's word that every row
-    falls by less and less from k_min on, which saves looking; False is always right. Source: DPA-MoE, section 3.3.
+    gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes, inf where k is not
+    allowed); budget fp32 0-d or [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A];
+    each row sums to floor(A * budget + 1/2), clamped to A k_min … A k_max, or to the next smaller sum that allowed k add up
+    to. Ties go to the lower slot. convex: the caller's word that every row falls by less and less from k_min on, which saves
+    looking; False is always right. Source: DPA-MoE, section 3.3.
     """
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):

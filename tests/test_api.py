@@ -384,6 +384,24 @@ def test_statistics_by_hand(transformed, random_ids):
     assert stats["share_at_k_max"] == 0.5 and stats["histogram"] == {7: 40, 8: 40}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_skipped_experts_in_the_statistics(transformed, random_ids, family):
+    _, model = transformed(family)
+    dpamoe.set_spend(model, budget=1.0, skip=True)  # two planes a token: one expert of two
+    logits(model, random_ids(2, 24))
+    stats = dpamoe.stats(model, reset=True)
+    assert stats["mean_planes"] == 1.0 and stats["histogram"] == {0: 96, 2: 96} and stats["pairs"] == 2 * 48 * 2
+    plane, fixed = next(iter(encoded_experts(model).values())).bytes_per_plane()
+    assert stats["bytes_per_token"] == 2 * (2 * plane + fixed) / 8  # one expert of 8 in each of two layers
+    assert dpamoe.stats(model)["pairs"] == 0
+    dpamoe.set_budget(model, 0)
+    assert torch.isfinite(logits(model, random_ids(2, 24))).all()
+    assert dpamoe.stats(model)["histogram"] == {0: 192} and dpamoe.stats(model)["bytes_per_token"] == 0
+    with pytest.raises(ValueError, match="2 to 8"):
+        dpamoe.set_spend(model, skip=False)
+    assert all(experts.spend.skip for experts in encoded_experts(model).values())
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_no_token_is_ever_above_its_share(transformed, random_ids, monkeypatch, family):
     """What a request can count on: floor(A k + .5) planes over a token's A experts, whatever its neighbours are."""

@@ -121,7 +121,8 @@ def test_settings_in_the_config(saved):
     sites = settings.pop("sites")
     assert settings == {
         "quant_method": "dpamoe", "version": 1, "group_size": 32, "k_min": 2, "k_max": 8, "scale_mode": "shared",
-        "beta": 2.0, "iterations": 8, "default_budget": 4.0, "budget_scope": "token", "source": None, "unreached": {},
+        "beta": 2.0, "iterations": 8, "default_budget": 4.0, "budget_scope": "token", "skip": False,
+        "source": None, "unreached": {},
     }  # fmt: skip
     assert [site["path"] for site in sites] == ["model.layers.0.mlp.experts", EXPERTS]
     assert sites[0]["layout"] == {

@@ -31,9 +31,9 @@ def scored(tiny_dir, tiny_model, tiny_encoded):
         scorer = evaluate.Scorer(reference)
         full = scorer.full_precision(original) | sizes
         model = evaluate.to_run(tiny_encoded(), "cpu")
-        jobs = evaluate.jobs((2, 3, 4, 5, 6, 8), ALLOCATIONS)
+        jobs = evaluate.jobs((2, 3, 4, 5, 6, 8), ALLOCATIONS) + [("skip", 2.0)]
         points = evaluate.evaluate(model, scorer, evaluate.Sizes(sizes["other_bytes"]), jobs)
-    found = {name: {p["budget"]: p for p in points if p["allocation"] == name} for name in ALLOCATIONS}
+    found = {name: {p["budget"]: p for p in points if p["allocation"] == name} for name in (*ALLOCATIONS, "skip")}
     return evaluate.result("tiny", full, points), found
 
 
@@ -136,6 +136,14 @@ def test_orderings_on_the_shipped_model(scored):
     assert kl["uniform"][3] <= 0.068 and kl["uniform"][4] <= 0.018
     assert kl["dpa"][3] <= 0.040 and kl["dpa"][4] <= 0.011
     assert kl["dpa"][8] <= 5e-4
+
+
+def test_skipping_halves_the_error_of_two_planes(scored):
+    skip, uniform = scored[1]["skip"][2], scored[1]["uniform"][2]
+    assert skip["kl"] <= 0.55 * uniform["kl"]  # measured .314
+    assert skip["mean_planes"] == 2 and skip["bits_per_weight"] < uniform["bits_per_weight"]
+    for counts in skip["histogram"].values():  # what is skipped reads no offset
+        assert counts[0] > 0 and counts[1] == 0
 
 
 def test_perplexity_and_agreement_follow_quality(scored):

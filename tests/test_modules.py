@@ -60,7 +60,7 @@ def compiles():
 
 def by_reference(module, hidden, index, weights):
     """The same block by the reference, and its chunks."""
-    chunks = reference.allocate(weights, index, module.residuals, module.budget, module.k_max, module.spec.k_min)
+    chunks = reference.allocate(weights, index, module.table, module.budget, module.k_max, module.least)
     up, down = module.gate_up_proj.weight, module.down_proj.weight
     parts = [(w.planes, w.scales, w.offset, w.unit) for w in (up, down)]
     biased = [(*part, bias) for part, bias in zip(parts, (module.up_bias, module.down_bias), strict=True)]
@@ -173,6 +173,45 @@ def test_each_allocation_minimises_its_own_cost(experts, routing, allocation):
     torch.testing.assert_close(*cost, rtol=1e-6, atol=0)
     assert (chunks.sum(1) == 9).all()
     assert bool((chunks == 3).all()) == (allocation == "uniform")
+
+
+@pytest.mark.parametrize("scope", ["token", "dispatch"])
+@pytest.mark.parametrize("budget", [0.0, 1.5, 2.0, 3.0])
+def test_skipped_experts_add_nothing_and_are_counted(experts, routing, tolerance, budget, scope):
+    module, (hidden, index, weights) = experts(biased=True), routing(12)
+    index[3, 1] = EXPERTS
+    module.set_spend(SpendSpec(budget, scope=scope, skip=True))
+    chunks, held = module.allocate(index, weights), index < EXPERTS
+    assert not (chunks == 1).any() and (not chunks.any() if budget == 0 else chunks.any())
+    found = module(hidden, index, weights)
+    alone = torch.zeros_like(found)
+    for slot in range(3):  # gates of the others stay as they are
+        kept = (chunks[:, slot] > 0).nonzero()[:, 0]
+        if len(kept):
+            one = (hidden[kept], index[kept, slot : slot + 1], weights[kept, slot : slot + 1], chunks[kept, slot : slot + 1])
+            alone[kept] += module.compute(*one)
+    torch.testing.assert_close(found, alone, **tolerance(torch.float32))
+    assert int(module.skipped) == int((chunks[held] == 0).sum()) and int(module.spent[0]) == int((chunks == 0).sum())
+
+
+def test_a_row_skips_the_same_experts_in_any_batch(experts, routing):
+    module, (_, index, weights) = experts(), routing(20)
+    module.set_spend(SpendSpec(2.0, skip=True))
+    batch = module.allocate(index, weights)
+    assert (batch == 0).any() and (batch > 2).any() and (batch.sum(1) == 6).all()
+    for rows in ([4], [19, 0, 4]):
+        assert torch.equal(module.allocate(index[rows], weights[rows]), batch[rows])
+
+
+def test_skipping_needs_no_new_graph_for_a_new_budget(experts, routing, compiles):
+    module, inputs = experts(), routing(7)
+    backend, graphs = compiles
+    module.set_spend(SpendSpec(2.0, skip=True))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for budget in (2.0, 0.5, 3.3):
+        module.set_spend(SpendSpec(budget, skip=True))
+        assert torch.equal(compiled(*inputs), module(*inputs))
+    assert len(graphs) == 1
 
 
 def test_dispatch_scope_gives_an_expert_one_k(experts, routing):

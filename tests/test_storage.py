@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -120,6 +121,16 @@ def test_the_original_is_still_known_after_saving_again(tiny_saved, tiny_dir, tm
     assert storage.reference_of(tiny_saved, None) == tiny_dir
     again = dpamoe.save(dpamoe.load(tiny_saved), tmp_path / "again")
     assert storage.reference_of(again, None) == tiny_dir
+
+
+def test_skipping_is_saved_and_loaded(tiny_encoded, tmp_path):
+    model = tiny_encoded()
+    dpamoe.set_spend(model, budget=1.5, skip=True)
+    folder = dpamoe.save(model, tmp_path / "model")
+    spends = [{experts.spend for experts in encoded_experts(m).values()} for m in (dpamoe.load(folder), dpamoe.load(folder, 3))]
+    assert spends == [{dpamoe.SpendSpec(1.5, skip=True)}, {dpamoe.SpendSpec(3.0, skip=True)}]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert {experts.spend for experts in encoded_experts(loaded).values()} == spends[0]
 
 
 @pytest.mark.parametrize("damage", ["unlink", "garbage"])
