@@ -33,7 +33,11 @@ UNEVEN = "not uniform: a budget between two whole numbers gives earlier slots, m
 Job = tuple[str, float]  # name of a spending and budget
 
 # how each name spends; other settings are those of a new `SpendSpec`
-SPENDINGS = {name: SpendSpec(allocation=name) for name in ALLOCATIONS} | {"skip": SpendSpec(skip=True)}
+SPENDINGS = {name: SpendSpec(allocation=name) for name in ALLOCATIONS} | {
+    "skip": SpendSpec(skip=True),
+    "threshold": SpendSpec(allocator="threshold"),
+    "threshold-skip": SpendSpec(allocator="threshold", skip=True),
+}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from dpamoe.spec import check_budget
 
 logger = logging.getLogger("dpamoe")
 METHOD = "dpamoe"
-DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+}  # fmt: skip
 
 
 class DpamoeConfig(QuantizationConfigMixin):

@@ -15,6 +15,7 @@ from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import ALWAYS, Layer, falls, level_for, thresholds
 
 
 class TensorList(nn.Module):
@@ -123,15 +124,22 @@ class EncodedExperts(nn.Module):
         self.register_buffer("spent", spent, persistent=False)
         self.register_buffer("skipped", torch.zeros((), dtype=torch.long, device=device), persistent=False)
         self.spend = SpendSpec(budget=float(len(up.planes)))
+        self.register_buffer("sensitivity", None)  # until they are measured
+        self.register_buffer("gate_counts", None)
+        self.register_buffer("thresholds", torch.full_like(residuals[:, 1:], ALWAYS), persistent=False)
+        self.level: float | None = None
 
-    def set_spend(self, spend: SpendSpec) -> None:
-        """Choose budget, allocation, scope, fallback and skipping; only a change of budget recompiles nothing.
+    def set_spend(self, spend: SpendSpec, level: float | None = None) -> None:
+        """Choose budget, allocation, scope, …; only a change of budget recompiles nothing.
 
         With the fallback "uniform", calls of `uniform_from` tokens or more give every expert the same planes; see
-        `uniform_start`, whose ValueError leaves everything as it was.
+        `uniform_start`, whose ValueError leaves everything as it was. level: of the thresholds of a whole model (see
+        `threshold.level_for`); None spends the budget on this layer alone.
         """
         start = uniform_start(self.site, self.spec, self.k_max.device, spend)
-        self.spend, self.uniform_from = spend, start
+        if spend.allocator == "threshold" and level is None:
+            level = level_for([self.priced(spend)], spend.budget)
+        self.spend, self.uniform_from, self.level = spend, start, level
         self.budget.fill_(spend.budget)
         with _brought(self):
             self._set_table()
@@ -139,14 +147,32 @@ class EncodedExperts(nn.Module):
             if start is not None:
                 self.uniform_table = allocation_table(self.residuals, "uniform", self.spec.k_min, spend.skip)
 
+    def set_importance(self, sensitivity: Tensor, gate_counts: Tensor) -> None:
+        """Take what `sensitivity.measure` found, as the allocator "threshold" needs it: fp32 0-d and int32 [E, BINS]."""
+        device = self.residuals.device
+        self.sensitivity, self.gate_counts = sensitivity.to(device), gate_counts.to(device)
+
+    def priced(self, spend: SpendSpec) -> Layer:
+        """What planes are worth here. Raises ValueError if sensitivity and gates were not measured."""
+        if self.sensitivity is None:
+            raise ValueError(
+                f"allocator 'threshold' needs the sensitivity of {self.site.path}, which was not measured: transform with "
+                "allocator='threshold', run `dpamoe profile` on the encoded folder, or use allocator 'exact'"
+            )
+        with _brought(self):
+            worth = falls(self.residuals, self.spec.k_min, spend.skip) * float(self.sensitivity)
+            return Layer(worth, self.gate_counts.cpu(), int(self.k_max))
+
     def set_residuals(self, residuals: Tensor) -> None:
-        """Replace the residual table, fp32 [E, C + 1]."""
+        """Replace the residual table, fp32 [E, C + 1]; the level of thresholds stays."""
         self.residuals = residuals
         self._set_table()
 
     def _set_table(self) -> None:
         self.table = allocation_table(self.residuals, self.spend.allocation, self.spec.k_min, self.spend.skip)
         self.convex = not self.table.is_meta and is_convex(self.table, self.least)
+        if self.level is not None:
+            self.thresholds.copy_(thresholds(self.priced(self.spend).worth, self.level))
 
     @property
     def least(self) -> int:
@@ -159,6 +185,8 @@ class EncodedExperts(nn.Module):
         if self.uniform_from is not None and index.shape[0] >= self.uniform_from:
             allocation, table, scope, convex = "uniform", self.uniform_table, "token", not self.spend.skip
         arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.least, convex)
+        if self.spend.allocator == "threshold" and allocation == "dpa":
+            return torch.ops.dpamoe.allocate_threshold(weights, index, self.thresholds, self.k_max)
         if scope == "dispatch":
             return torch.ops.dpamoe.allocate_dispatch(*arguments)
         return torch.ops.dpamoe.allocate(*arguments)

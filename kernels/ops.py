@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dpamoe.kernels import allocation, grouped, paths
+from dpamoe.kernels import allocation, grouped, paths, reference
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
@@ -149,6 +149,22 @@ def _allocate_dispatch(
     return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
 
 
+def _allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+    """Planes for every selected expert, which decides alone: how many of its thresholds gate^2 is above, k_max at most.
+
+    gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
+    gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once.
+    """
+    _check_pairs(expert_ids, gates=gates)
+    if thresholds.dim() != 2:
+        raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
+    return reference.allocate_threshold(gates, expert_ids, thresholds, k_max)
+
+
+def _allocate_threshold_fake(gates, expert_ids, thresholds, k_max):
+    return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
+
+
 def _allocate_fake(gates, expert_ids, residuals, budget, k_max, k_min, convex=False):
     return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
@@ -272,6 +288,7 @@ def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
 
 allocate = _define("allocate", _allocate, _allocate_fake)
 allocate_dispatch = _define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
+allocate_threshold = _define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
 expert_matmul = _define("expert_matmul", _expert_matmul, _expert_matmul_fake)
 expert_ffn = _define("expert_ffn", _expert_ffn, _expert_ffn_fake)
 routed_ffn = _define("routed_ffn", _routed_ffn, _routed_ffn_fake)

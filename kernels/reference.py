@@ -125,6 +125,17 @@ def allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tenso
     return ((chosen + k_min) * held).int()
 
 
+def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+    """Planes per selected expert: how many of its thresholds gate^2 is above, k_max at most; every pair by itself.
+
+    Shapes as in `ops.allocate_threshold`.
+    """
+    held = (expert_ids >= 0) & (expert_ids < thresholds.shape[0])
+    own = thresholds[expert_ids.long().where(held, 0)]
+    above = ~(gates.float().square()[..., None] <= own)  # NaN too, whose output shows it then
+    return (torch.minimum(above.sum(-1), k_max) * held).int()
+
+
 def expert_matmul(x, expert_ids, chunks, planes, scales, offset, unit, bias, group_size: int) -> Tensor:
     """Rows times the first k planes of their expert's weight, one pair at a time; shapes as in `ops.expert_matmul`."""
     tokens, active = expert_ids.shape
