@@ -59,11 +59,20 @@ def _convex_in_fp32(table: Tensor, k_min: int) -> Tensor:
     return result.float()
 
 
-def allocation_table(residuals: Tensor, allocation: str, k_min: int) -> Tensor:
+def allocation_table(residuals: Tensor, allocation: str, k_min: int, skip: bool = False) -> Tensor:
     """The table that one way to allocate reads, fp32 [E, C + 1]: the residuals, their mean curve, or one falling curve.
 
-    "uniform" gets 4^-k for every expert, whose powers of two are exact, so that equal planes are equal to the last bit.
+    "uniform" gets 4^-k for every expert, whose powers of two are exact, so that equal planes are equal to the last bit. skip:
+    column 0, the output itself, counts as well, and what lies between it and k_min is inf: those prefixes do not decode.
     """
+    table = _curves(residuals, allocation, k_min)
+    if not skip:
+        return table
+    forbidden = torch.arange(table.shape[1], device=table.device)
+    return table.masked_fill((forbidden > 0) & (forbidden < k_min), float("inf"))
+
+
+def _curves(residuals: Tensor, allocation: str, k_min: int) -> Tensor:
     if allocation == "gate-only":
         return project(residuals.double().mean(0, keepdim=True).float(), k_min).expand_as(residuals).contiguous()
     if allocation == "uniform":

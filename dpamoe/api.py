@@ -3,14 +3,14 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
 
 from dpamoe import calibration as calibrate
-from dpamoe import program
+from dpamoe import program, sensitivity
 from dpamoe.allocate import project
 from dpamoe.encode import check_encodable, encode
 from dpamoe.modules import EncodedExperts, encoded_experts, uniform_start
@@ -20,49 +20,43 @@ from dpamoe.profile import TOKENS_PER_EXPERT, Sample, record, residual_table
 from dpamoe.progress import track
 from dpamoe.sites import Refusal, Site, gather
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
+from dpamoe.threshold import level_for
 
 logger = logging.getLogger("dpamoe")
 
 
 def transform(
-    model: nn.Module,
-    budget: float = 4.0,
-    *,
-    example_inputs=None,
-    calibration=None,
-    spec: EncodeSpec | None = None,
-    keep_original: bool = False,
-    fallback: str | None = None,
-) -> nn.Module:
+    model: nn.Module, budget: float = 4.0, *, example_inputs=None, calibration=None, spec: EncodeSpec | None = None,
+    keep_original: bool = False, fallback: str | None = None, allocator: str | None = None, skip: bool | None = None,
+) -> nn.Module:  # fmt: skip
     """Make the routed experts of a model any-precision, in place, and return it (DPA-MoE, section 3).
 
     budget: average planes per selected expert. example_inputs: a tuple or dict for one recorded run; Hugging Face models
     need none. calibration: text, token ids or an iterable of inputs for the residual profile; None lets a language model
     write its own text. keep_original: keep the original experts, for `revert`. fallback: "uniform" spends the same planes on
     every expert in batches so large that this is faster, as `dpamoe tune` measured on the device that holds the experts; a
-    token's planes then depend on its batch. Router, shared experts and everything else stay as they are. A model that is
-    already transformed only gets the budget, and the fallback if there is one.
+    token's planes then depend on its batch. allocator: "exact" (the default) spends the budget on every token, "threshold"
+    on average, with less error, by what it measures on the calibration text; skip: leave out experts whose gate is tiny (see
+    `SpendSpec`). Router, shared experts and everything else stay as they are. A model that is already transformed only gets
+    the budget, and what else is given of fallback, allocator and skip.
 
     Raises ValueError if there are no routed experts, weights are not finite, the budget or group size does not fit, or
     nothing was measured for the fallback; TypeError if example_inputs are needed. The model is unchanged then. Interrupted
     while it encodes, it leaves some sites encoded and cannot be saved: call it again to finish.
     """
-    spend = SpendSpec(fallback=fallback)
+    given = {"fallback": fallback, "allocator": allocator, "skip": skip}
+    changes = {name: value for name, value in given.items() if value is not None}
+    spend = SpendSpec(budget, **changes)
     if hasattr(model, "_orig_mod"):
         raise TypeError("the model is wrapped by torch.compile: transform the model itself, then compile it")
-    held = encoded_experts(model)
-    if held:
-        _check_same_spec(held, spec)
-        if keep_original and not all(experts.original for experts in held.values()):
-            raise ValueError("the model is already encoded and its originals were not kept: load it again to keep them")
-        if not getattr(model, "dpamoe_unfinished", False):
-            set_spend(model, budget=budget, **({} if fallback is None else {"fallback": fallback}))
-            return model
+    if _is_done(model, spec, keep_original):
+        set_spend(model, budget=budget, **changes)
+        return model
     spec = spec or EncodeSpec()
-    check_budget(budget, spec.k_min, spec.k_max)
+    check_budget(budget, spend.least(spec.k_min), spec.k_max)
     with torch.inference_mode(False):
         _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original, spend)
-    set_spend(model, budget=budget, fallback=fallback)
+    set_spend(model, **asdict(spend))
     return model
 
 
@@ -78,19 +72,25 @@ def _encode(
         uniform_start(site, spec, weights.up.device, spend)
         check_encodable(weights, spec, site.path)
     batches = calibrate.calibration_batches(model, calibration, example)
-    _encode_sites(model, findings, spec, batches, keep_original)
+    _encode_sites(model, findings, spec, list(batches), keep_original, spend.allocator == "threshold")
     model.dpamoe_refused, model.dpamoe_unfinished = findings.refused, False
     keep_own_format(model)
     for refusal in findings.refused:
         logger.warning("left alone: %s: %s", refusal.path, refusal.reason)
 
 
-def _encode_sites(model: nn.Module, found: find.Findings, spec: EncodeSpec, batches: Iterable, keep_original: bool) -> None:
-    """Profile all sites on one pass over the batches, then encode and swap one after the other."""
+def _encode_sites(
+    model: nn.Module, found: find.Findings, spec: EncodeSpec, batches: list, keep_original: bool, weighed: bool
+) -> None:
+    """Profile all sites on one pass over the batches, then encode and swap one after the other.
+
+    weighed: on another pass over some of them, measure what each site matters.
+    """
     before = {path: model.get_submodule(path) for path in found.graphs}
     rewrite.install(model, found.graphs)
     try:
         samples = record(model, found.sites, track(batches, "calibrate", lambda batch: ""), TOKENS_PER_EXPERT)
+        importance = sensitivity.measure(model, found.sites, batches) if weighed else {}
     except BaseException:
         rewrite.install(model, before)
         raise
@@ -98,6 +98,8 @@ def _encode_sites(model: nn.Module, found: find.Findings, spec: EncodeSpec, batc
     model.dpamoe_unfinished = True
     for site in track(found.sites, "encode", lambda site: site.path):
         encoded = encode_site(rewrite.source_of(model, site), site, spec, samples.pop(site.path))
+        if site.path in importance:
+            encoded.set_importance(**vars(importance[site.path]))
         rewrite.replace(model, encoded, keep_original)
 
 
@@ -119,10 +121,17 @@ def encode_site(experts: nn.Module, site: Site, spec: EncodeSpec, sample: Sample
     return encoded
 
 
-def _check_same_spec(held: dict[str, EncodedExperts], spec: EncodeSpec | None) -> None:
+def _is_done(model: nn.Module, spec: EncodeSpec | None, keep_original: bool) -> bool:
+    """Whether a model is transformed already; ValueError if that was in another way than is asked for now."""
+    held = encoded_experts(model)
+    if not held:
+        return False
     present = next(iter(held.values())).spec
     if spec is not None and spec != present:
         raise ValueError(f"the model is already encoded with {present}: load the original to encode with {spec}")
+    if keep_original and not all(experts.original for experts in held.values()):
+        raise ValueError("the model is already encoded and its originals were not kept: load it again to keep them")
+    return not getattr(model, "dpamoe_unfinished", False)
 
 
 def no_sites(model: nn.Module, refused: list[Refusal]) -> str:
@@ -151,7 +160,7 @@ def set_budget(model: nn.Module, budget: float) -> None:
 
 
 def set_spend(model: nn.Module, **changes) -> None:
-    """Change budget, allocation, scope or fallback (see `SpendSpec`) of every site; only a new budget recompiles nothing.
+    """Change any of budget, allocation, scope, … (see `SpendSpec`) of every site; only a new budget recompiles nothing.
 
     The fallback holds for the device that the experts are on now: set it again after moving them. Raises ValueError for a
     value out of its range, and for a fallback without measured costs; nothing is changed then.
@@ -162,10 +171,25 @@ def set_spend(model: nn.Module, **changes) -> None:
         raise TypeError(f"{', '.join(sorted(unknown))} is no setting: use {', '.join(SpendSpec.__dataclass_fields__)}")
     chosen = {path: replace(experts.spend, **changes) for path, experts in held.items()}
     for path, experts in held.items():
-        check_budget(chosen[path].budget, experts.spec.k_min, int(experts.k_max))
+        check_budget(chosen[path].budget, chosen[path].least(experts.spec.k_min), int(experts.k_max))
         uniform_start(experts.site, experts.spec, experts.k_max.device, chosen[path])
+    _spend(held, chosen)
+
+
+def _spend(held: dict[str, EncodedExperts], chosen: dict[str, SpendSpec]) -> None:
+    """Make every site spend as chosen; those with the allocator "threshold" have one level, for the budget of the first."""
+    by_level = [path for path, spend in chosen.items() if spend.allocator == "threshold"]
+    level = None
+    if by_level:
+        level = level_for([held[path].priced(chosen[path]) for path in by_level], chosen[by_level[0]].budget)
     for path, experts in held.items():
-        experts.set_spend(chosen[path])
+        experts.set_spend(chosen[path], level if path in by_level else None)
+
+
+def spend_again(model: nn.Module) -> None:
+    """Go on as before with other residual tables, or another number of planes, on which thresholds depend."""
+    held = held_experts(model)
+    _spend(held, {path: experts.spend for path, experts in held.items()})
 
 
 @contextlib.contextmanager
@@ -175,8 +199,8 @@ def spending_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for path, experts in encoded_experts(model).items():
-            experts.set_spend(before[path])
+        held = encoded_experts(model)
+        _spend(held, {path: before[path] for path in held})
 
 
 @contextlib.contextmanager
@@ -241,38 +265,41 @@ def report(model: nn.Module) -> Report:
     )
 
 
-def expert_bytes(model: nn.Module, planes: float) -> float:
-    """Bytes of all encoded experts at `planes` planes each, scales and offsets included."""
+def expert_bytes(model: nn.Module, planes: float, read: float = 1.0) -> float:
+    """Bytes of all encoded experts at `planes` planes each, scales and offsets included; read: share that is not skipped."""
     sizes = [experts.bytes_per_plane() for experts in held_experts(model).values()]
-    return sum(fixed + planes * plane for plane, fixed in sizes)
+    return sum(read * fixed + planes * plane for plane, fixed in sizes)
 
 
-def bits_per_weight(model: nn.Module, planes: float) -> float:
-    """Bits per expert weight at `planes` planes, scales and offsets included."""
-    return 8 * expert_bytes(model, planes) / sum(e.site.weights for e in held_experts(model).values())
+def bits_per_weight(model: nn.Module, planes: float, read: float = 1.0) -> float:
+    """Bits per expert weight at `planes` planes, scales and offsets included; read: share of experts that is not skipped."""
+    return 8 * expert_bytes(model, planes, read) / sum(e.site.weights for e in held_experts(model).values())
 
 
 def stats(model: nn.Module, reset: bool = False) -> dict:
     """What was spent since the last reset, over all sites and by site; counted on the device, read only here.
 
-    mean_planes: planes per (token, expert) pair that was computed, None before the first; pairs; tokens; histogram: pairs by
-    number of planes; share_at_k_max: share of the pairs that read as many planes as the model may read; bytes_per_token:
-    bytes of expert weights, scales included, that one token on its own reads in all layers (tokens of a batch that select
-    the same expert share them); sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if the
-    model is not transformed.
+    mean_planes: planes per pair of a token and an expert that it selected, None before the first; pairs; tokens; histogram:
+    pairs by number of planes, 0 for those that were skipped; share_at_k_max: share of the pairs that read as many planes as
+    the model may read; bytes_per_token: bytes of expert weights, scales included, that one token on its own reads in all
+    layers (tokens of a batch that select the same expert share them); drift: mean_planes less the budget, which the allocator
+    "threshold" keeps to on average only; sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if
+    the model is not transformed.
     """
     held = held_experts(model)
-    counts = {path: experts.spent.tolist() for path, experts in held.items()}
+    counts = {path: [int(experts.skipped), *experts.spent[1:].tolist()] for path, experts in held.items()}
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
-    tokens = {path: sum(counts[path]) // experts.site.top_k for path, experts in held.items()}  # choices left out count as 0
+    tokens = {path: int(e.spent.sum()) // e.site.top_k for path, e in held.items()}  # choices left out count as 0
     at_k_max = sum(counts[path][int(experts.k_max)] for path, experts in held.items())
     read = {path: _bytes_read(experts, counts[path]) for path, experts in held.items()}
     if reset:
         for experts in held.values():
             experts.spent.zero_()
-    pairs = sum(total[1:])
+            experts.skipped.zero_()
+    pairs, mean = sum(total), _mean_planes(total)
     return {
-        "mean_planes": _mean_planes(total),
+        "mean_planes": mean,
+        "drift": None if mean is None else mean - next(iter(held.values())).spend.budget,
         "pairs": pairs,
         "tokens": max(tokens.values()),
         "histogram": _histogram(total),
@@ -281,7 +308,7 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
         "sites": {
             path: {
                 "mean_planes": _mean_planes(own),
-                "bytes_per_token": read[path] / tokens[path] if sum(own[1:]) else None,
+                "bytes_per_token": read[path] / tokens[path] if sum(own) else None,
                 "histogram": _histogram(own),
             }
             for path, own in counts.items()
@@ -290,12 +317,12 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
 
 
 def _mean_planes(counts: list[int]) -> float | None:
-    pairs = sum(counts[1:])
+    pairs = sum(counts)
     return sum(k * count for k, count in enumerate(counts)) / pairs if pairs else None
 
 
 def _histogram(counts: list[int]) -> dict[int, int]:
-    return {k: count for k, count in enumerate(counts) if k and count}
+    return {k: count for k, count in enumerate(counts) if count}
 
 
 def _bytes_read(experts: EncodedExperts, counts: list[int]) -> float:

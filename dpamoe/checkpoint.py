@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,10 +28,12 @@ from dpamoe.kernels.layout import EncodedWeight, groups_of
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.sites import Site
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import BINS
 
 FORMAT_VERSION = 1
 INDEX = "dpamoe.index.json"
 RESIDUALS = "model-residuals.safetensors"
+IMPORTANCE = ("sensitivity", "gate_counts")  # tensors of a site that lie beside its residual table, if they were measured
 JOURNAL = "dpamoe.journal.json"  # what a conversion under way has done, in the folder it writes
 MARKER = "dpamoe.unfinished"  # stands in a folder that is being written, and in none that is whole
 SHARD_BYTES = 4 << 30
@@ -56,7 +59,7 @@ def tensor_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def group_of(name: str) -> str:
     """The file group of a tensor of encoded experts, by its name inside the module."""
-    if name == "residuals":
+    if name in ("residuals", *IMPORTANCE):
         return "residuals"
     *_, kind, number = ("", *name.split("."))
     return f"plane-{number}" if kind in ("plane", "scale") else "base"
@@ -149,7 +152,7 @@ def quantization_config(model: nn.Module, budget: float, source: str | None) -> 
     first = next(iter(held.values()))
     sites = [experts.site.as_dict() for experts in held.values()]
     unreached = {path: experts.unreached for path, experts in held.items() if experts.unreached}
-    return settings_of(first.spec, SpendSpec(budget=budget, scope=first.spend.scope), source, sites, unreached)
+    return settings_of(first.spec, replace(first.spend, budget=budget), source, sites, unreached)
 
 
 def settings_of(
@@ -162,6 +165,8 @@ def settings_of(
         **spec.as_dict(),
         "default_budget": spend.budget,
         "budget_scope": spend.scope,
+        "skip": spend.skip,
+        "allocator": spend.allocator,
         "source": source,
         "sites": sites,
         "unreached": unreached,
@@ -315,6 +320,14 @@ def spec_of(settings: dict) -> EncodeSpec:
     return EncodeSpec(**{name: settings[name] for name in EncodeSpec.__dataclass_fields__})
 
 
+def spend_of(settings: dict) -> SpendSpec:
+    """How a folder spends unless it is told otherwise, by its quantization_config; what an older one lacks is as it was."""
+    return SpendSpec(
+        settings["default_budget"], scope=settings.get("budget_scope", "token"), skip=settings.get("skip", False),
+        allocator=settings.get("allocator", "exact"),
+    )  # fmt: skip
+
+
 def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes: int) -> EncodedExperts:
     """Take one site's tensors out of `tensors` and make its module; ValueError names a tensor that is missing or misshaped."""
     spec = spec_of(settings)
@@ -348,6 +361,12 @@ def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes
     residuals = take("residuals", (site.experts, settings["k_max"] + 1), (torch.float32,))
     experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals, held)
     experts.unreached = settings.get("unreached", {}).get(site.path, [])
+    importance = [
+        take(IMPORTANCE[0], (), (torch.float32,), optional=True),
+        take(IMPORTANCE[1], (site.experts, BINS), (torch.int32,), optional=True),
+    ]
+    if None not in importance:
+        experts.set_importance(*importance)
     return experts
 
 
@@ -363,20 +382,3 @@ def _take_weight(take, name: str, shape: tuple[int, int, int], spec: EncodeSpec,
         scales = [take(f"{name}.scale.{c}", per_group, floats) for c in range(planes)]
         offset, unit = take(f"{name}.offset", per_group, floats), None
     return EncodedWeight(packed, scales, offset, unit, in_features, spec.group_size)
-
-
-def write_residuals(folder: Path, tables: dict[str, Tensor], unreached: dict[str, list[int]]) -> None:
-    """Replace the residual tables of an encoded folder, and the list of experts that calibration did not reach; atomic."""
-    partial = folder / (RESIDUALS + ".partial")
-    save_file({name: table.contiguous() for name, table in tables.items()}, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    index = read_json(folder / INDEX, AGAIN)
-    if partial.stat().st_size != index["files"][RESIDUALS]:
-        partial.unlink()
-        raise ValueError(f"the new residual tables do not have the shape of those in {folder}: convert the model again")
-    sync(partial)
-    partial.rename(folder / RESIDUALS)
-    config = read_config(folder)
-    config["quantization_config"]["unreached"] = unreached
-    write_json(folder / "config.json", config)
-    sync(folder)

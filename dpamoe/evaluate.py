@@ -2,7 +2,7 @@
 
 A point is a dictionary, as in `dpamoe eval --json`:
 
-    allocation        "dpa", another allocation of `SpendSpec`, or a static format such as "q4_k_m"
+    allocation        "dpa", another name of `SPENDINGS`, or a static format such as "q4_k_m"
     budget            average planes per selected expert that were asked for; None for a static format
     mean_planes       average planes that were spent; None for a static format
     bits_per_weight   of the experts, scales included
@@ -13,7 +13,7 @@ A point is a dictionary, as in `dpamoe eval --json`:
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -24,13 +24,20 @@ from dpamoe.modules import encoded_experts
 from dpamoe.progress import track
 from dpamoe.score import ReferenceLogits, Score
 from dpamoe.sites import Site
-from dpamoe.spec import ALLOCATIONS
+from dpamoe.spec import ALLOCATIONS, SpendSpec
 
 BUDGETS = (2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0)
 REPORTED = ("dpa", "uniform", "gate-only", "residual-only")
 UNEVEN = "not uniform: a budget between two whole numbers gives earlier slots, mostly those of larger gates, one plane more"
 
-Job = tuple[str, float]  # allocation and budget
+Job = tuple[str, float]  # name of a spending and budget
+
+# how each name spends; other settings are those of a new `SpendSpec`
+SPENDINGS = {name: SpendSpec(allocation=name) for name in ALLOCATIONS} | {
+    "skip": SpendSpec(skip=True),
+    "threshold": SpendSpec(allocator="threshold"),
+    "threshold-skip": SpendSpec(allocator="threshold", skip=True),
+}
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,18 @@ class Sizes:
 
     other_bytes: int
 
-    def model_bytes(self, model: nn.Module, planes: float) -> int:
-        """Size of the whole model with every expert at `planes` planes (the paper's effective weight size)."""
-        return round(self.other_bytes + api.expert_bytes(model, planes))
+    def model_bytes(self, model: nn.Module, planes: float, read: float = 1.0) -> int:
+        """Size of the whole model with every expert at `planes` planes (the paper's effective weight size).
+
+        read: share of experts that is not skipped.
+        """
+        return round(self.other_bytes + api.expert_bytes(model, planes, read))
 
 
 def jobs(budgets: Sequence[float], allocations: Iterable[str]) -> list[Job]:
     """Every allocation at every budget, budget by budget, so that a run that is cut short has whole budgets."""
     wanted = set(allocations)
-    return [(allocation, float(budget)) for budget in budgets for allocation in ALLOCATIONS if allocation in wanted]
+    return [(allocation, float(budget)) for budget in budgets for allocation in SPENDINGS if allocation in wanted]
 
 
 def evaluate(
@@ -97,28 +107,30 @@ def evaluate(
     points = []
     with api.spending_kept(model):
         for allocation, budget in track(wanted, "evaluate", lambda job: f"budget {job[1]:g} {job[0]}"):
-            api.set_spend(model, budget=budget, allocation=allocation)
+            api.set_spend(model, **asdict(replace(SPENDINGS[allocation], budget=budget)))
             api.stats(model, reset=True)
             spent: dict = {}
             point = {"allocation": allocation, "budget": budget} | scorer.measure(model, partial(_count, model, spent))
             api.stats(model, reset=True)
-            points.append(point | _size(model, sizes, spent.pop("mean_planes")) | spent | {"note": _note(allocation, budget)})
+            size = _size(model, sizes, spent.pop("mean_planes"), spent.pop("read"))
+            points.append(point | size | spent | {"note": _note(allocation, budget)})
             if keep is not None:
                 keep(points[-1])
     return points
 
 
 def _count(model: nn.Module, spent: dict) -> None:
-    """Put mean_planes and histogram into `spent`."""
-    spent["mean_planes"] = api.stats(model)["mean_planes"]
+    """Put mean_planes, the share of experts that was read, and histogram into `spent`."""
+    found = api.stats(model)
+    spent["mean_planes"], spent["read"] = found["mean_planes"], 1 - found["histogram"].get(0, 0) / found["pairs"]
     spent["histogram"] = {path: experts.spent.tolist() for path, experts in encoded_experts(model).items()}
 
 
-def _size(model: nn.Module, sizes: Sizes, planes: float) -> dict:
+def _size(model: nn.Module, sizes: Sizes, planes: float, read: float) -> dict:
     return {
         "mean_planes": planes,
-        "bits_per_weight": api.bits_per_weight(model, planes),
-        "weight_bytes": sizes.model_bytes(model, planes),
+        "bits_per_weight": api.bits_per_weight(model, planes, read),
+        "weight_bytes": sizes.model_bytes(model, planes, read),
     }
 
 

@@ -23,7 +23,7 @@ from dpamoe.profile import weight_error
 from dpamoe.progress import track
 from dpamoe.score import measure_reference, reopen_reference
 from dpamoe.sites import Site, gather
-from dpamoe.spec import ALLOCATIONS, EncodeSpec, check_budget
+from dpamoe.spec import EncodeSpec, check_budget
 from dpamoe.tasks import BATCH, check_tasks, run_tasks
 
 MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py")
@@ -85,10 +85,13 @@ def plan(wanted: Wanted) -> Plan:
     spec = _spec(wanted, encoded)
     for budget in wanted.budgets:
         check_budget(budget, spec.k_min, spec.k_max)
-    unknown = [name for name in wanted.baselines if name not in (*ALLOCATIONS, *static.FORMATS)]
+    unknown = [name for name in wanted.baselines if name not in (*evaluate.SPENDINGS, *static.FORMATS)]
     if unknown:
-        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*ALLOCATIONS, *static.FORMATS))}")
-    formats = tuple(name for name in wanted.baselines if name not in ALLOCATIONS)
+        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*evaluate.SPENDINGS, *static.FORMATS))}")
+    spendings = ("dpa", *(name for name in wanted.baselines if name in evaluate.SPENDINGS))
+    if encoded:
+        _check_measured(wanted.model, spendings)
+    formats = tuple(name for name in wanted.baselines if name not in evaluate.SPENDINGS)
     static.check_formats(formats)
     check_measures(wanted)
     chosen = check_tasks(wanted.tasks, wanted.include_path) if wanted.tasks else None
@@ -98,9 +101,19 @@ def plan(wanted: Wanted) -> Plan:
     tokenizer = text.load_tokenizer(source)
     windows = None if wanted.text is None else _windows(wanted, source, tokenizer)
     return Plan(
-        wanted, source, encoded, spec, ("dpa", *(name for name in wanted.baselines if name in ALLOCATIONS)), formats,
-        windows, calibration, tokenizer, chosen, _settings(wanted, source, spec, windows, calibration),
+        wanted, source, encoded, spec, spendings, formats, windows, calibration, tokenizer, chosen,
+        _settings(wanted, source, spec, windows, calibration),
     )  # fmt: skip
+
+
+def _check_measured(folder: str, spendings: Sequence[str]) -> None:
+    """Raise ValueError if thresholds are asked of an encoded folder for which they were not measured."""
+    _, weight_map = checkpoint.read_index(folder)
+    by_level = [name for name in spendings if evaluate.SPENDINGS[name].allocator == "threshold"]
+    if by_level and not any(name.endswith(f".{checkpoint.IMPORTANCE[0]}") for name in weight_map):
+        raise ValueError(
+            f"{by_level[0]} needs the sensitivity of layers, which {folder} does not hold: measure it with `dpamoe profile`"
+        )
 
 
 def check_measures(wanted: Wanted) -> None:
@@ -287,4 +300,6 @@ def encoded_model(plan: Plan) -> nn.Module:
     if plan.encoded:
         return evaluate.to_run(storage.load(plan.wanted.model), plan.wanted.device)
     model = evaluate.to_run(storage.load_original(plan.wanted.model), plan.wanted.device)
-    return api.transform(model, plan.wanted.budgets[0], calibration=plan.calibration, spec=plan.spec)
+    by_level = [name for name in plan.allocations if evaluate.SPENDINGS[name].allocator == "threshold"]
+    allocator = "threshold" if by_level else None
+    return api.transform(model, plan.wanted.budgets[0], calibration=plan.calibration, spec=plan.spec, allocator=allocator)

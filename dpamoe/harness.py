@@ -88,7 +88,8 @@ class DpamoeLM(HFLM):
         self._spend(self._model)
 
     def _spend(self, model: nn.Module) -> None:
-        asked = {"budget": self._budget, "allocation": self._allocation}
+        allocator = None if self._allocation is None else "exact"  # thresholds know no other allocation
+        asked = {"budget": self._budget, "allocation": self._allocation, "allocator": allocator}
         changes = {name: value for name, value in asked.items() if value is not None}
         if changes:
             api.set_spend(model, **changes)

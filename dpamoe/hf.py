@@ -32,7 +32,9 @@ from dpamoe.spec import check_budget
 
 logger = logging.getLogger("dpamoe")
 METHOD = "dpamoe"
-DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+}  # fmt: skip
 
 
 class DpamoeConfig(QuantizationConfigMixin):
@@ -80,7 +82,8 @@ class DpamoeQuantizer(HfQuantizer):
         self.settings, weight_map = checkpoint.read_index(self.folder, wanted)
         self.planes = wanted or self.settings["k_max"]
         default = self.quantization_config.get("default_budget", self.settings["default_budget"])
-        self.budget = check_budget(warn_clamped(default, self.planes), self.settings["k_min"], self.planes)
+        least = checkpoint.spend_of(self.settings).least(self.settings["k_min"])
+        self.budget = check_budget(warn_clamped(default, self.planes), least, self.planes)
         tensors = _on_meta(self.folder, weight_map)
         _check_complete(model, self.settings, tensors.keys(), self.folder)
         for fields in self.settings["sites"]:
@@ -92,6 +95,7 @@ class DpamoeQuantizer(HfQuantizer):
         vars(model.config).pop("transformers_weights", None)
         for experts in encoded_experts(model).values():
             experts.spent.zero_()
+            experts.skipped.zero_()
         storage.finish(model, self.folder, self.settings, self.budget)
         return model
 

@@ -15,6 +15,7 @@ from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import ALWAYS, Layer, falls, level_for, thresholds
 
 
 class TensorList(nn.Module):
@@ -95,8 +96,8 @@ class EncodedExperts(nn.Module):
 
     The budget (fp32 0-d) and k_max (int 0-d) are buffers, so changing them recompiles nothing. residuals fp32 [E, C + 1],
     column k the error of an expert with k planes, always whole. Encoded tensors, residuals and budget keep their dtype when
-    the model is cast. parameters: those that the site's programs read. `spent` counts the pairs computed with each number
-    of planes.
+    the model is cast. parameters: those that the site's programs read. `spent` counts the pairs with each number of planes,
+    padding under 0, and `skipped` those among them that hold an expert.
     """
 
     def __init__(
@@ -121,38 +122,71 @@ class EncodedExperts(nn.Module):
         self.register_buffer("k_max", torch.full((), len(up.planes), dtype=torch.int32, device=device), persistent=False)
         spent = torch.zeros(residuals.shape[1], dtype=torch.long, device=device)
         self.register_buffer("spent", spent, persistent=False)
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.long, device=device), persistent=False)
         self.spend = SpendSpec(budget=float(len(up.planes)))
+        self.register_buffer("sensitivity", None)  # until they are measured
+        self.register_buffer("gate_counts", None)
+        self.register_buffer("thresholds", torch.full_like(residuals[:, 1:], ALWAYS), persistent=False)
+        self.level: float | None = None
 
-    def set_spend(self, spend: SpendSpec) -> None:
-        """Choose budget, allocation, scope and fallback; only a change of budget recompiles nothing.
+    def set_spend(self, spend: SpendSpec, level: float | None = None) -> None:
+        """Choose budget, allocation, scope, …; only a change of budget recompiles nothing.
 
         With the fallback "uniform", calls of `uniform_from` tokens or more give every expert the same planes; see
-        `uniform_start`, whose ValueError leaves everything as it was.
+        `uniform_start`, whose ValueError leaves everything as it was. level: of the thresholds of a whole model (see
+        `threshold.level_for`); None spends the budget on this layer alone.
         """
         start = uniform_start(self.site, self.spec, self.k_max.device, spend)
-        self.spend, self.uniform_from = spend, start
+        if spend.allocator == "threshold" and level is None:
+            level = level_for([self.priced(spend)], spend.budget)
+        self.spend, self.uniform_from, self.level = spend, start, level
         self.budget.fill_(spend.budget)
         with _brought(self):
             self._set_table()
             self.uniform_table = self.table
             if start is not None:
-                self.uniform_table = allocation_table(self.residuals, "uniform", self.spec.k_min)
+                self.uniform_table = allocation_table(self.residuals, "uniform", self.spec.k_min, spend.skip)
+
+    def set_importance(self, sensitivity: Tensor, gate_counts: Tensor) -> None:
+        """Take what `sensitivity.measure` found, as the allocator "threshold" needs it: fp32 0-d and int32 [E, BINS]."""
+        device = self.residuals.device
+        self.sensitivity, self.gate_counts = sensitivity.to(device), gate_counts.to(device)
+
+    def priced(self, spend: SpendSpec) -> Layer:
+        """What planes are worth here. Raises ValueError if sensitivity and gates were not measured."""
+        if self.sensitivity is None:
+            raise ValueError(
+                f"allocator 'threshold' needs the sensitivity of {self.site.path}, which was not measured: transform with "
+                "allocator='threshold', run `dpamoe profile` on the encoded folder, or use allocator 'exact'"
+            )
+        with _brought(self):
+            worth = falls(self.residuals, self.spec.k_min, spend.skip) * float(self.sensitivity)
+            return Layer(worth, self.gate_counts.cpu(), int(self.k_max))
 
     def set_residuals(self, residuals: Tensor) -> None:
-        """Replace the residual table, fp32 [E, C + 1]."""
+        """Replace the residual table, fp32 [E, C + 1]; the level of thresholds stays."""
         self.residuals = residuals
         self._set_table()
 
     def _set_table(self) -> None:
-        self.table = allocation_table(self.residuals, self.spend.allocation, self.spec.k_min)
-        self.convex = not self.table.is_meta and is_convex(self.table, self.spec.k_min)
+        self.table = allocation_table(self.residuals, self.spend.allocation, self.spec.k_min, self.spend.skip)
+        self.convex = not self.table.is_meta and is_convex(self.table, self.least)
+        if self.level is not None:
+            self.thresholds.copy_(thresholds(self.priced(self.spend).worth, self.level))
+
+    @property
+    def least(self) -> int:
+        """Fewest planes of a selected expert: 0 if it may be skipped."""
+        return self.spend.least(self.spec.k_min)
 
     def allocate(self, index: Tensor, weights: Tensor) -> Tensor:
         """Planes for each selected expert, int32 [T, A]."""
         allocation, table, scope, convex = self.spend.allocation, self.table, self.spend.scope, self.convex
         if self.uniform_from is not None and index.shape[0] >= self.uniform_from:
-            allocation, table, scope, convex = "uniform", self.uniform_table, "token", True
-        arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.spec.k_min, convex)
+            allocation, table, scope, convex = "uniform", self.uniform_table, "token", not self.spend.skip
+        arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.least, convex)
+        if self.spend.allocator == "threshold" and allocation == "dpa":
+            return torch.ops.dpamoe.allocate_threshold(weights, index, self.thresholds, self.k_max)
         if scope == "dispatch":
             return torch.ops.dpamoe.allocate_dispatch(*arguments)
         return torch.ops.dpamoe.allocate(*arguments)
@@ -166,6 +200,8 @@ class EncodedExperts(nn.Module):
         chunks = self.allocate(index, weights)
         planes = torch.arange(self.spent.numel(), device=chunks.device)
         self.spent.add_((chunks.flatten()[:, None] == planes).sum(0))  # compiled: one kernel, where a scatter also copies
+        if self.spend.skip:
+            self.skipped.add_(((chunks == 0) & (index >= 0) & (index < self.site.experts)).sum())
         result = self.compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
@@ -192,13 +228,14 @@ class EncodedExperts(nn.Module):
 
     def _in_steps(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
         """Activations that no kernel fuses stay plain torch between the two matmuls, so that a compiler sees them."""
-        gates = weights.float().masked_fill((index < 0) | (index >= self.site.experts), 0.0)[..., None]
+        left_out = (chunks == 0)[..., None]  # padding too
+        gates = weights.float()[..., None].masked_fill(left_out, 0.0)
         x = rows.float()[:, None] * gates if self.site.weigh_input else rows.float()
         inner = self._matmul(x, index, chunks, self.gate_up_proj(), self.up_bias)
         inner = self.activation(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
         result = self._matmul(inner, index, chunks, self.down_proj(), self.down_bias)
         if self.post is not None:
-            result = self.post(result.flatten(0, 1)).view(result.shape)
+            result = self.post(result.flatten(0, 1)).view(result.shape).masked_fill(left_out, 0.0)
         return (result if self.site.weigh_input else result * gates).sum(1).to(rows.dtype)
 
     def _matmul(self, x: Tensor, index: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:

@@ -153,7 +153,7 @@ def _top_p(plans: Plans, model: nn.Module) -> dict:
         scorer = evaluate.Scorer(reference, frontier.accuracy_of(plans.tasks or full))
         for p in track(plans.experiments.p, "top-p", str):
             for allocation in ("uniform", "dpa"):
-                api.set_spend(model, budget=budget, allocation=allocation)
+                api.set_spend(model, budget=budget, allocation=allocation, allocator="exact")
                 used: dict = {}
                 try:
                     with top_p.top_p(model, p) as routed:

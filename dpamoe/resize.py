@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpamoe import origin
-from dpamoe.api import held_experts, warn_clamped
+from dpamoe.api import held_experts, spend_again, warn_clamped
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.modules import EncodedExperts, EncodedTensor
 
@@ -47,7 +47,8 @@ def resize(model: nn.Module, k_max: int) -> nn.Module:
     if any(experts.spend.budget > k_max for experts in held.values()):
         budget = warn_clamped(max(experts.spend.budget for experts in held.values()), k_max)
         for experts in held.values():
-            experts.set_spend(replace(experts.spend, budget=min(experts.spend.budget, budget)))
+            experts.spend = replace(experts.spend, budget=min(experts.spend.budget, budget))
+    spend_again(model)  # thresholds depend on how many planes there are
     return model
 
 

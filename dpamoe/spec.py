@@ -7,6 +7,7 @@ from dpamoe.kernels.layout import SCALE_MODES
 ALLOCATIONS = ("dpa", "gate-linear", "gate-only", "residual-only", "uniform")
 SCOPES = ("token", "dispatch")
 FALLBACKS = ("uniform",)
+ALLOCATORS = ("exact", "threshold")
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,19 @@ class SpendSpec:
     the gate; "gate-only" gives every expert the same residuals; "residual-only" every expert the same gate; "uniform"
     gives every expert the same planes. scope: "token" holds the budget for each token, "dispatch" for each batch. fallback:
     "uniform" gives every expert the same planes in calls of so many tokens that this is clearly faster, as `dpamoe tune`
-    measured on the device; a token's planes then depend on how many others are in its batch. None never does.
+    measured on the device; a token's planes then depend on how many others are in its batch. None never does. skip: an
+    expert may be left out, which costs no bytes and no computing, where its gate is so small that its planes do more good
+    elsewhere; the gates of the others stay as they are. Budgets from 0 on are then in range. allocator: "exact" spends the
+    budget on every token, "threshold" on average over tokens and layers: each expert compares its gate with numbers that
+    calibration text fixed, a token may get more or less than the budget, and the average drifts a little on other text.
     """
 
     budget: float = 4.0
     allocation: str = "dpa"
     scope: str = "token"
     fallback: str | None = None
+    skip: bool = False
+    allocator: str = "exact"
 
     def __post_init__(self):
         if self.allocation not in ALLOCATIONS:
@@ -65,6 +72,19 @@ class SpendSpec:
             raise ValueError(f"scope is {self.scope!r}: use {' or '.join(SCOPES)}")
         if self.fallback is not None and self.fallback not in FALLBACKS:
             raise ValueError(f"fallback is {self.fallback!r}: use {' or '.join(FALLBACKS)}, or None")
+        if not isinstance(self.skip, bool):
+            raise ValueError(f"skip is {self.skip!r}: use True or False")
+        if self.allocator not in ALLOCATORS:
+            raise ValueError(f"allocator is {self.allocator!r}: use {' or '.join(ALLOCATORS)}")
+        if self.allocator == "threshold" and (self.allocation, self.scope) != ("dpa", "token"):
+            raise ValueError(
+                f"allocator 'threshold' lets every expert decide alone, and allocation is {self.allocation!r}, scope "
+                f"{self.scope!r}: use it with allocation 'dpa' and scope 'token', or use allocator 'exact'"
+            )
+
+    def least(self, k_min: int) -> int:
+        """Fewest planes of a selected expert, where prefixes from k_min planes on decode."""
+        return 0 if self.skip else k_min
 
 
 def check_budget(budget: float, k_min: int, k_max: int) -> float:

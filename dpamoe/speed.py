@@ -41,7 +41,7 @@ def compare_speed(
     rounds = [(b, a) for b in budgets for a in (*ALLOCATIONS, *reversed(ALLOCATIONS))]
     with torch.no_grad(), api.spending_kept(model):
         for budget, allocation in track(rounds, "speed", lambda one: f"budget {one[0]:g} {one[1]}"):
-            api.set_spend(model, budget=budget, allocation=allocation)
+            api.set_spend(model, budget=budget, allocation=allocation, allocator="exact")
             _sequence(timer, prompts[0], WARM_STEPS["cuda" if device.type == "cuda" else "cpu"])
             times.setdefault((budget, allocation), []).extend(_sequence(timer, ids, new_tokens) for ids in prompts)
     rows = [

@@ -4,15 +4,18 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpamoe import calibration as calibrate
-from dpamoe import checkpoint, origin
+from dpamoe import checkpoint, origin, sensitivity
 from dpamoe.allocate import project
 from dpamoe.api import report, set_spend, warn_clamped
+from dpamoe.files import read_json, sync, write_json
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.own_format import keep_own_format
@@ -134,8 +137,9 @@ def load(folder: str | Path, budget: float | None = None, k_max: int | None = No
     folder = Path(folder)
     settings, weight_map = checkpoint.read_index(folder, k_max)
     planes = k_max or settings["k_max"]
-    budget = warn_clamped(settings["default_budget"], planes) if budget is None else budget
-    check_budget(budget, settings["k_min"], planes)
+    spend = checkpoint.spend_of(settings)
+    budget = warn_clamped(spend.budget, planes) if budget is None else budget
+    check_budget(budget, spend.least(settings["k_min"]), planes)
     tensors = checkpoint.read_tensors(folder, weight_map)
     model = skeleton(folder)
     for fields in settings["sites"]:
@@ -157,7 +161,7 @@ def finish(model: nn.Module, folder: Path, settings: dict, budget: float) -> Non
     model.dpamoe_source = _recorded_source(folder, settings)
     origin.remember(model, folder)
     keep_own_format(model)
-    set_spend(model, budget=budget, scope=settings.get("budget_scope", "token"))
+    set_spend(model, **asdict(replace(checkpoint.spend_of(settings), budget=budget)))
 
 
 def skeleton(folder: Path) -> nn.Module:
@@ -194,8 +198,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
 def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None) -> dict[str, list[int]]:
     """Measure the residual tables of an encoded folder anew, on `original`, the model it was made from; returns unreached.
 
-    calibration: as for `transform`. The new table replaces the old one in one step. Raises ValueError if the original does
-    not have the sites of the folder.
+    What the allocator "threshold" needs is measured too. calibration: as for `transform`. The new tables replace the old ones
+    in one step. Raises ValueError if the original does not have the sites of the folder.
     """
     folder = Path(folder)
     settings, weight_map = checkpoint.read_index(folder, without_residuals=True)
@@ -203,8 +207,11 @@ def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None)
     for site in sites:
         _check_same_site(original, site, folder)
     example = calibrate.example_batch(original, None)
-    samples = record(original, sites, calibrate.calibration_batches(original, calibration, example), TOKENS_PER_EXPERT)
+    batches = list(calibrate.calibration_batches(original, calibration, example))
+    samples = record(original, sites, batches, TOKENS_PER_EXPERT)
     tables, unreached = {}, {}
+    for path, importance in sensitivity.measure(original, sites, batches).items():
+        tables |= {f"{path}.{name}": tensor for name, tensor in vars(importance).items()}
     for site in track(sites, "profile", lambda site: site.path):
         own = {name: file for name, file in weight_map.items() if name.startswith(site.path + ".")}
         tensors = checkpoint.read_tensors(folder, own)
@@ -217,8 +224,38 @@ def refresh_residuals(folder: str | Path, original: nn.Module, calibration=None)
         tables[f"{site.path}.residuals"] = project(table, settings["k_min"])
         if missing:
             unreached[site.path] = missing
-    checkpoint.write_residuals(folder, tables, unreached)
+    write_residuals(folder, tables, unreached)
     return unreached
+
+
+def write_residuals(folder: Path, tables: dict[str, Tensor], unreached: dict[str, list[int]]) -> None:
+    """Replace the residual tables of an encoded folder, and the list of experts that calibration did not reach.
+
+    tables: tensors by name, those of `checkpoint.IMPORTANCE` among them if they were measured. All of them are replaced in one
+    step; the index only if there are others than before, and a crash in between needs another `dpamoe profile`. ValueError if
+    a table does not have the shape of the folder's.
+    """
+    config = checkpoint.read_config(folder)
+    settings, index = config["quantization_config"], read_json(folder / checkpoint.INDEX, checkpoint.AGAIN)
+    for site in settings["sites"]:
+        shape = tuple(tables[f"{site['path']}.residuals"].shape)
+        if shape != (site["experts"], settings["k_max"] + 1):
+            raise ValueError(f"the new residual tables do not have the shape of those in {folder}: convert the model again")
+    file = folder / checkpoint.RESIDUALS
+    partial = file.with_name(f"{file.name}.partial")
+    save_file({name: table.contiguous() for name, table in tables.items()}, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    sync(partial)
+    size = partial.stat().st_size
+    partial.rename(file)
+    if index["files"].get(file.name) != size:
+        kept = {name: other for name, other in index["weight_map"].items() if other != file.name}
+        index["weight_map"] = kept | dict.fromkeys(tables, file.name)
+        index["files"][file.name] = size
+        write_json(folder / checkpoint.INDEX, index)
+    settings["unreached"] = unreached
+    write_json(folder / "config.json", config)
+    sync(folder)
 
 
 def _check_same_site(model: nn.Module, site: Site, folder: Path) -> None:

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from dpamoe.kernels import allocation, grouped, paths
+from dpamoe.kernels import allocation, grouped, paths, reference
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
@@ -119,10 +119,11 @@ def _allocate(
 ) -> Tensor:
     """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
 
-    gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes); budget fp32 0-d or
-    [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A]; each row sums to
-    floor(A * budget + 1/2), clamped to A k_min … A k_max. Ties go to the lower slot. convex: the caller's word that every row
-    falls by less and less from k_min on, which saves looking; False is always right. Source: DPA-MoE, section 3.3.
+    gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes, inf where k is not
+    allowed); budget fp32 0-d or [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A];
+    each row sums to floor(A * budget + 1/2), clamped to A k_min … A k_max, or to the next smaller sum that allowed k add up
+    to. Ties go to the lower slot. convex: the caller's word that every row falls by less and less from k_min on, which saves
+    looking; False is always right. Source: DPA-MoE, section 3.3.
     """
     _check_table(gates, expert_ids, residuals, k_min)
     if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
@@ -151,6 +152,22 @@ def _allocate_dispatch(
         with torch.cuda.device_of(gates):
             return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
     return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+
+
+def _allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+    """Planes for every selected expert, which decides alone: how many of its thresholds gate^2 is above, k_max at most.
+
+    gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
+    gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once.
+    """
+    _check_pairs(expert_ids, gates=gates)
+    if thresholds.dim() != 2:
+        raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
+    return reference.allocate_threshold(gates, expert_ids, thresholds, k_max)
+
+
+def _allocate_threshold_fake(gates, expert_ids, thresholds, k_max):
+    return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
 def _allocate_fake(gates, expert_ids, residuals, budget, k_max, k_min, convex=False):
@@ -283,6 +300,7 @@ def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
 
 allocate = _define("allocate", _allocate, _allocate_fake)
 allocate_dispatch = _define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
+allocate_threshold = _define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
 expert_matmul = _define("expert_matmul", _expert_matmul, _expert_matmul_fake)
 expert_ffn = _define("expert_ffn", _expert_ffn, _expert_ffn_fake)
 routed_ffn = _define("routed_ffn", _routed_ffn, _routed_ffn_fake)

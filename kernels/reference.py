@@ -74,7 +74,8 @@ def knapsack(cost: Tensor, spend: Tensor) -> Tensor:
     """Exact multiple-choice knapsack, one per row: pick one column of every slot, columns summing to `spend`, least cost.
 
     cost fp64 [R, N, K] (column j costs j; inf forbids it), spend int64 [R]. Returns int64 [R, N]. Where several
-    solutions are optimal, lower slots get more. O(N * S * K) for S = the largest spend (DPA-MoE, section 3.3).
+    solutions are optimal, lower slots get more; where none adds up to `spend`, the next smaller sum that one adds up to is
+    spent. O(N * S * K) for S = the largest spend (DPA-MoE, section 3.3).
     """
     rows, slots, choices = cost.shape
     states = int(spend.max()) + 1 if rows else 1
@@ -90,11 +91,18 @@ def knapsack(cost: Tensor, spend: Tensor) -> Tensor:
             picks[:, slot, choice:] = torch.where(better, choice, picks[:, slot, choice:])
         best = after
     chosen = torch.zeros(rows, slots, dtype=torch.long, device=cost.device)
-    left = spend.clone()
+    left = _reachable(best, spend)
     for slot in range(slots):
         chosen[:, slot] = picks[:, slot].gather(1, left[:, None])[:, 0]
         left -= chosen[:, slot]
     return chosen
+
+
+def _reachable(best: Tensor, spend: Tensor) -> Tensor:
+    """Largest sum up to `spend` int64 [R] of finite cost, by best fp64 [R, states]; `spend` itself if there is none."""
+    sums = torch.arange(best.shape[1], device=best.device)
+    within = torch.isfinite(best) & (spend[:, None] >= sums)
+    return torch.where(within.any(1), (within * sums).amax(1), spend)
 
 
 def only_held(cost: Tensor, held: Tensor) -> Tensor:
@@ -107,13 +115,25 @@ def only_held(cost: Tensor, held: Tensor) -> Tensor:
 def allocate(gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int) -> Tensor:
     """Planes per selected expert: minimise sum of gate^2 * residuals[expert, k] under the token's budget, exactly.
 
-    Shapes as in `ops.allocate`. Any table is allowed: this is the dynamic programme. DPA-MoE, section 3.3.
+    Shapes as in `ops.allocate`. Any table is allowed, inf where a k is not: this is the dynamic programme. DPA-MoE, section
+    3.3.
     """
     held, spend = planes_to_spend(expert_ids, residuals.shape[0], budget, k_min, k_max)
     table = residuals.double()[expert_ids.long().where(held, 0), k_min : int(k_max) + 1]
     cost = only_held(gates.double().square()[..., None] * table, held)
     chosen = knapsack(cost, spend - held.sum(-1) * k_min)
     return ((chosen + k_min) * held).int()
+
+
+def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+    """Planes per selected expert: how many of its thresholds gate^2 is above, k_max at most; every pair by itself.
+
+    Shapes as in `ops.allocate_threshold`.
+    """
+    held = (expert_ids >= 0) & (expert_ids < thresholds.shape[0])
+    own = thresholds[expert_ids.long().where(held, 0)]
+    above = ~(gates.float().square()[..., None] <= own)  # NaN too, whose output shows it then
+    return (torch.minimum(above.sum(-1), k_max) * held).int()
 
 
 def expert_matmul(x, expert_ids, chunks, planes, scales, offset, unit, bias, group_size: int) -> Tensor:

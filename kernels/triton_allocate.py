@@ -171,7 +171,7 @@ def _programme(row, column, weight, held, extra, limit, numbers, picks, STEPS: t
     there, hence the barriers; costs are read back, since a fused multiply and add would round otherwise."""
     slots = tl.sum(held.to(tl.int32), 0)
     slot, states = tl.cumsum(held.to(tl.int32), 0) - 1, slots * STEPS + 1
-    best = numbers + slots * (STEPS + 1)
+    best, last = numbers + slots * (STEPS + 1), tl.zeros_like(extra) - 1
     for choice in tl.static_range(STEPS + 1):
         cost = weight * tl.load(row + choice * column).to(tl.float64)
         tl.store(numbers + slot * (STEPS + 1) + choice, cost, mask=held)
@@ -191,10 +191,11 @@ def _programme(row, column, weight, held, extra, limit, numbers, picks, STEPS: t
                 total = tl.load(old + state - choice, mask=fits, other=0.0) + tl.load(costs + choice)
                 better = fits & (total <= least)
                 least, pick = tl.where(better, total, least), tl.where(better, choice, pick)
+            last = tl.maximum(last, tl.max(tl.where((least < float("inf")) & (done == slots - 1), state, -1), 0))
             tl.store(new + state, least, mask=state <= extra)
             tl.store(taken + state, pick.to(tl.int8), mask=state <= extra)
     tl.debug_barrier()
-    chosen, left = tl.zeros_like(slot), extra
+    chosen, left = tl.zeros_like(slot), tl.where(last < 0, extra, last)
     for done in range(slots):
         pick = tl.load(picks + done * states + left).to(tl.int32)
         chosen, left = tl.where(slot == done, pick, chosen), left - pick

@@ -49,7 +49,7 @@ def drop_widening_casts(gm: fx.GraphModule) -> int:
     """
     dropped = 0
     for node in list(gm.graph.nodes):
-        if not _is(node, ops.allocate) and not _is(node, ops.expert_ffn) and not _is(node, ops.routed_ffn):
+        if not any(_is(node, op) for op in (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn)):
             continue
         for argument in node.args[:3]:
             source = _widened(argument) if isinstance(argument, fx.Node) else None

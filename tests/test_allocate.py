@@ -133,6 +133,16 @@ def test_every_allocation_has_a_table(convex_table):
     assert torch.equal(tables["uniform"][0], 0.25 ** torch.arange(9.0))
 
 
+@pytest.mark.parametrize("k_min", [1, 2, 4])
+def test_tables_where_experts_may_be_skipped(convex_table, k_min):
+    residuals = convex_table(16)
+    for name in ALLOCATIONS:
+        usual, table = (allocation_table(residuals, name, k_min, skip) for skip in (False, True))
+        assert torch.isinf(table[:, 1:k_min]).all()
+        assert torch.equal(table[:, 0], usual[:, 0]) and torch.equal(table[:, k_min:], usual[:, k_min:])
+    assert torch.isfinite(residuals).all()  # not written into
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gates_of_every_allocation(dtype):
     gates = torch.tensor([[0.25, -0.5, 0.0, 4.0]]).to(dtype)

@@ -1,5 +1,6 @@
 """Allocation by rank selection equals the dynamic programme; budgets hold exactly, per token and per dispatch."""
 
+import itertools
 from decimal import ROUND_FLOOR, Decimal
 
 import pytest
@@ -193,6 +194,65 @@ def test_tables_that_are_not_convex_go_to_the_programme(random_pairs):
 def test_convex_from_k_min_on(row, convex):
     table = torch.tensor([[9, 9, 8, 4, 2, 1], row], dtype=torch.float32)
     assert allocation.is_convex(table, 2) == convex
+
+
+def forbid_one(table):
+    """One plane is not allowed, as where experts may be skipped."""
+    table = table.clone()
+    table[:, 1] = float("inf")
+    return table
+
+
+def by_brute_force(gates, ids, table, planes, least, chosen_sum):
+    """Least objective of each token over all k of `least`, whose sum is `chosen_sum`, fp64 [T]."""
+    choices = torch.tensor([k for k in itertools.product(least, repeat=ids.shape[1]) if sum(k) == chosen_sum])
+    costs = table.double()[ids[:, None], choices[None]]
+    return (gates.double().square()[:, None] * costs).sum(-1).min(1).values
+
+
+@pytest.mark.parametrize("planes", [2, 3, 5])
+@pytest.mark.parametrize("active", [1, 2, 4])
+def test_skipping_against_brute_force(random_pairs, convex_table, active, planes):
+    table = forbid_one(convex_table(16, seed=3))
+    ids, gates, _ = random_pairs(24, active, 16)
+    possible = {sum(k) for k in itertools.product((0, *range(2, planes + 1)), repeat=active)}
+    for budget in (0, 0.3, 0.5, 1, 1.25, 1.5, 2, 2.25, 2.5, 3.5, 5):
+        chunks = selected(gates, ids, table, budget, planes, 0)
+        spend = max(s for s in possible if s <= min(planes_as_written(active, budget), active * planes))
+        assert (chunks.sum(1) == spend).all() and not (chunks == 1).any() and chunks.max() <= planes
+        least = by_brute_force(gates, ids, table, planes, (0, *range(2, planes + 1)), spend)
+        torch.testing.assert_close(objective(gates, ids, table, chunks), least, rtol=1e-12, atol=0)
+
+
+def test_skipping_by_hand(convex_table):
+    table = forbid_one(torch.tensor([[8.0, 0, 4.0, 2.0, 1.0]]).expand(3, 5))  # two planes save 4, the third 2, the fourth 1
+    gates, ids = torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[2, 0, 1]])
+    picks = [selected(gates, ids, table, budget, 4, 0).tolist()[0] for budget in (0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2, 3)]
+    assert picks == [[0, 0, 0], [0, 0, 0], [2, 0, 0], [3, 0, 0], [4, 0, 0], [3, 2, 0], [4, 2, 0], [4, 3, 2]]
+
+
+def test_skipping_gives_a_row_the_same_planes_in_any_batch(random_pairs, convex_table):
+    table, (ids, gates, _) = forbid_one(convex_table(8)), random_pairs(40, 4, 8)
+    gates[::3, 1] = 0
+    ids[::5, 2] = 8
+    for budget in (1.3, 2.0, 2.5):
+        batch = selected(gates, ids, table, budget, 8, 0)
+        for rows in ([7], [0, 39, 5, 5], list(range(39, -1, -1))):
+            assert torch.equal(selected(gates[rows], ids[rows], table, budget, 8, 0), batch[rows])
+
+
+def test_skipping_in_a_dispatch(random_pairs, convex_table):
+    table, (ids, gates, _) = forbid_one(convex_table(8)), random_pairs(3, 2, 8)
+    for budget in (0.2, 1.0, 2.0, 3.3):
+        chunks = allocation.allocate_dispatch(gates, ids, table, torch.tensor(budget), k_max(), 0)
+        picks = distinct_picks(ids, chunks, 8)
+        present = sorted(picks)
+        importance = importance_of(gates, ids, 8)[present].sqrt()[None]
+        spend = planes_as_written(len(picks), budget)
+        assert sum(picks.values()) == (spend if spend != 1 else 0) and 1 not in picks.values()
+        spent = torch.tensor([[picks[expert] for expert in present]])
+        least = by_brute_force(importance, torch.tensor([present]), table, 8, (0, *range(2, 9)), int(spent.sum()))
+        torch.testing.assert_close(objective(importance, torch.tensor([present]), table, spent), least, rtol=1e-12, atol=0)
 
 
 def test_select_by_hand():

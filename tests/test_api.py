@@ -384,6 +384,56 @@ def test_statistics_by_hand(transformed, random_ids):
     assert stats["share_at_k_max"] == 0.5 and stats["histogram"] == {7: 40, 8: 40}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_thresholds_spend_on_average(random_model, random_ids, family):
+    model, text = random_model(family), random_ids(16, 125)
+    settings = {"calibration": text, "spec": dpamoe.EncodeSpec(group_size=32)}
+    dpamoe.transform(model, 3.0, **settings, allocator="threshold", skip=True)
+    held = encoded_experts(model)
+    assert {experts.spend for experts in held.values()} == {dpamoe.SpendSpec(3.0, allocator="threshold", skip=True)}
+    for budget, skip in ((3.0, True), (1.5, True), (4.2, False)):
+        dpamoe.set_spend(model, budget=budget, skip=skip)
+        assert len({experts.level for experts in held.values()}) == 1  # one for the whole model
+        logits(model, text)
+        stats = dpamoe.stats(model, reset=True)
+        assert stats["drift"] == stats["mean_planes"] - budget
+        assert abs(stats["drift"]) < 0.1  # a random model, whose gates change where planes are missing
+    with dpamoe.budget(model, 8):
+        assert {experts.level for experts in held.values()} == {0.0}
+    assert held and all(experts.level > 0 and experts.spend.budget == 4.2 for experts in held.values())
+    assert dpamoe.transform(model, 5.0) is model
+    assert {experts.spend for experts in held.values()} == {dpamoe.SpendSpec(5.0, allocator="threshold", skip=False)}
+    dpamoe.set_spend(model, allocator="exact")
+    logits(model, text)
+    assert dpamoe.stats(model)["drift"] == 0 and {experts.level for experts in held.values()} == {None}
+
+
+def test_thresholds_that_were_not_measured(transformed):
+    _, model = transformed("qwen3_moe")
+    before = {experts.spend for experts in encoded_experts(model).values()}
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts, which was not measured"):
+        dpamoe.set_spend(model, allocator="threshold")
+    assert {experts.spend for experts in encoded_experts(model).values()} == before
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_skipped_experts_in_the_statistics(transformed, random_ids, family):
+    _, model = transformed(family)
+    dpamoe.set_spend(model, budget=1.0, skip=True)  # two planes a token: one expert of two
+    logits(model, random_ids(2, 24))
+    stats = dpamoe.stats(model, reset=True)
+    assert stats["mean_planes"] == 1.0 and stats["histogram"] == {0: 96, 2: 96} and stats["pairs"] == 2 * 48 * 2
+    plane, fixed = next(iter(encoded_experts(model).values())).bytes_per_plane()
+    assert stats["bytes_per_token"] == 2 * (2 * plane + fixed) / 8  # one expert of 8 in each of two layers
+    assert dpamoe.stats(model)["pairs"] == 0
+    dpamoe.set_budget(model, 0)
+    assert torch.isfinite(logits(model, random_ids(2, 24))).all()
+    assert dpamoe.stats(model)["histogram"] == {0: 192} and dpamoe.stats(model)["bytes_per_token"] == 0
+    with pytest.raises(ValueError, match="2 to 8"):
+        dpamoe.set_spend(model, skip=False)
+    assert all(experts.spend.skip for experts in encoded_experts(model).values())
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_no_token_is_ever_above_its_share(transformed, random_ids, monkeypatch, family):
     """What a request can count on: floor(A k + .5) planes over a token's A experts, whatever its neighbours are."""

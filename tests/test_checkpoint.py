@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dpamoe
-from dpamoe import checkpoint
+from dpamoe import checkpoint, storage
 from dpamoe.modules import encoded_experts
 from dpamoe.spec import EncodeSpec
 
@@ -121,7 +121,8 @@ def test_settings_in_the_config(saved):
     sites = settings.pop("sites")
     assert settings == {
         "quant_method": "dpamoe", "version": 1, "group_size": 32, "k_min": 2, "k_max": 8, "scale_mode": "shared",
-        "beta": 2.0, "iterations": 8, "default_budget": 4.0, "budget_scope": "token", "source": None, "unreached": {},
+        "beta": 2.0, "iterations": 8, "default_budget": 4.0, "budget_scope": "token", "skip": False,
+        "allocator": "exact", "source": None, "unreached": {},
     }  # fmt: skip
     assert [site["path"] for site in sites] == ["model.layers.0.mlp.experts", EXPERTS]
     assert sites[0]["layout"] == {
@@ -361,7 +362,7 @@ def test_an_output_that_exists_is_left_alone(transformed, tmp_path):
 def test_new_residuals_replace_the_old_in_one_step(folder):
     others = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != checkpoint.RESIDUALS}
     tables = {name: tensor * 2 for name, tensor in load_file(folder / checkpoint.RESIDUALS).items()}
-    checkpoint.write_residuals(folder, tables, {EXPERTS: [3]})
+    storage.write_residuals(folder, tables, {EXPERTS: [3]})
     written = load_file(folder / checkpoint.RESIDUALS)
     assert written.keys() == tables.keys() and all(torch.equal(tensor, tables[name]) for name, tensor in written.items())
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["unreached"] == {EXPERTS: [3]}
@@ -375,5 +376,5 @@ def test_residuals_of_another_shape_are_refused(folder):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     tables = {name: tensor[:, :5].contiguous() for name, tensor in load_file(folder / checkpoint.RESIDUALS).items()}
     with pytest.raises(ValueError, match="do not have the shape"):
-        checkpoint.write_residuals(folder, tables, {})
+        storage.write_residuals(folder, tables, {})
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -293,7 +293,7 @@ def test_profile_replaces_the_table_alone(run, encoded, source, texts, tmp_path)
     assert code == 0, err
     assert json.loads(out) == {"model": str(folder), "sites": 4, "experts": 64, "unreached": {}}
     changed = {file.name for file in folder.iterdir() if before.get(file.name) != file.read_bytes()}
-    assert changed == {checkpoint.RESIDUALS}
+    assert changed == {checkpoint.RESIDUALS, checkpoint.INDEX}  # which knows now what thresholds need
     code, out, _ = run(*arguments)
     assert (code, out) == (0, "measured 64 of 64 experts in 4 sites\n")
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import dpamoe
-from dpamoe import evaluate
-from dpamoe.calibration import example_batch
+from dpamoe import evaluate, sensitivity
+from dpamoe.calibration import calibration_batches, example_batch
+from dpamoe.modules import encoded_experts
 from dpamoe.passes import find
 from dpamoe.score import measure_reference
 from dpamoe.text import load_tokenizer, read_text, token_ids, windows
 
 ALLOCATIONS = ("uniform", "dpa", "gate-linear")
+BY_LEVEL = ("threshold", "threshold-skip")
 
 
 def sizes_of(model):
@@ -31,9 +33,14 @@ def scored(tiny_dir, tiny_model, tiny_encoded):
         scorer = evaluate.Scorer(reference)
         full = scorer.full_precision(original) | sizes
         model = evaluate.to_run(tiny_encoded(), "cpu")
-        jobs = evaluate.jobs((2, 3, 4, 5, 6, 8), ALLOCATIONS)
+        sites = [experts.site for experts in encoded_experts(model).values()]
+        text = read_text(tiny_dir.parent / "text" / "calibration.txt")
+        batches = calibration_batches(original, text, example_batch(original, None))
+        for path, importance in sensitivity.measure(original, sites, batches).items():
+            model.get_submodule(path).set_importance(**vars(importance))
+        jobs = evaluate.jobs((2, 3, 4, 5, 6, 8), ALLOCATIONS) + [("skip", 2.0), *evaluate.jobs((3, 4), BY_LEVEL)]
         points = evaluate.evaluate(model, scorer, evaluate.Sizes(sizes["other_bytes"]), jobs)
-    found = {name: {p["budget"]: p for p in points if p["allocation"] == name} for name in ALLOCATIONS}
+    found = {name: {p["budget"]: p for p in points if p["allocation"] == name} for name in (*ALLOCATIONS, "skip", *BY_LEVEL)}
     return evaluate.result("tiny", full, points), found
 
 
@@ -136,6 +143,23 @@ def test_orderings_on_the_shipped_model(scored):
     assert kl["uniform"][3] <= 0.068 and kl["uniform"][4] <= 0.018
     assert kl["dpa"][3] <= 0.040 and kl["dpa"][4] <= 0.011
     assert kl["dpa"][8] <= 5e-4
+
+
+def test_skipping_halves_the_error_of_two_planes(scored):
+    skip, uniform = scored[1]["skip"][2], scored[1]["uniform"][2]
+    assert skip["kl"] <= 0.55 * uniform["kl"]  # measured .314
+    assert skip["mean_planes"] == 2 and skip["bits_per_weight"] < uniform["bits_per_weight"]
+    for counts in skip["histogram"].values():  # what is skipped reads no offset
+        assert counts[0] > 0 and counts[1] == 0
+
+
+def test_thresholds_on_the_shipped_model(scored):
+    kl = {name: {budget: scored[1][name][budget]["kl"] for budget in (3, 4)} for name in ("dpa", *BY_LEVEL)}
+    for budget in (3, 4):
+        assert kl["threshold"][budget] <= 0.95 * kl["dpa"][budget]  # measured .927, .902
+        assert kl["threshold-skip"][budget] <= 0.95 * kl["dpa"][budget]  # measured .700, .860
+        for name in BY_LEVEL:
+            assert abs(scored[1][name][budget]["mean_planes"] - budget) <= 0.03
 
 
 def test_perplexity_and_agreement_follow_quality(scored):

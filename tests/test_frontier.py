@@ -69,6 +69,15 @@ def test_a_model_that_changed_is_noticed(wanted, source, tmp_path):
         run(mine, tmp_path / "out")
 
 
+def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path):
+    asked = dataclasses.replace(wanted, baselines=("threshold",), budgets=(3.0,))
+    with pytest.raises(ValueError, match="threshold needs the sensitivity of layers, which .* does not hold.*dpamoe profile"):
+        frontier.plan(dataclasses.replace(asked, model=str(tiny_saved)))
+    exact, threshold = run(asked, tmp_path / "out")["points"]
+    assert (exact["allocation"], threshold["allocation"]) == ("dpa", "threshold")
+    assert exact["mean_planes"] == 3 and 0 < abs(threshold["mean_planes"] - 3) < 0.1
+
+
 def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
     """What `run_tasks` gives stands in every point, beside KL or alone; the model is at the point's budget then."""
     seen = []

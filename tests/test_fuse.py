@@ -9,6 +9,7 @@ from torch import fx, nn
 import dpamoe
 from dpamoe.modules import encoded_experts
 from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
+from dpamoe.threshold import count_gates
 
 
 class Casts(nn.Module):
@@ -120,6 +121,21 @@ def test_only_casts_that_lose_nothing_are_dropped(experts, given, gates, index, 
     assert fuse_allocation(gm) == 1
     with torch.no_grad():
         torch.testing.assert_close(gm(*copies_of(example_inputs)), before, rtol=0, atol=0)
+
+
+def test_thresholds_take_the_routers_tensors_as_they_are(experts, snapshot):
+    """Nothing is fused yet: the planes come from an op of their own, which reads ids and gates past their casts."""
+    experts = copy.deepcopy(experts)
+    gates, ids = torch.rand(500, 2, generator=torch.Generator().manual_seed(1)), inputs(500)[1]
+    experts.set_importance(torch.tensor(1.0), count_gates(gates, ids, 8).int())
+    experts.set_spend(dpamoe.SpendSpec(3.0, allocator="threshold"))
+    gm, example_inputs = captured(Casts(experts, torch.float32, torch.int64), *inputs(9, torch.bfloat16, torch.int32))
+    with torch.no_grad():
+        before = gm(*copies_of(example_inputs))
+        assert drop_widening_casts(gm) == 4 and fuse_allocation(gm) == 0
+        after = gm(*copies_of(example_inputs))
+    assert ops(gm) == ["allocate_threshold", "expert_ffn"] and lines(gm) == snapshot
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
 class Shared(nn.Module):

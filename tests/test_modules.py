@@ -10,6 +10,7 @@ from dpamoe.kernels.reference import is_gated
 from dpamoe.modules import EncodedExperts, encoded_experts, layer_shape
 from dpamoe.sites import ExpertLayout, Site, Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import count_gates
 
 EXPERTS, HIDDEN, INNER = 6, 40, 24
 
@@ -60,7 +61,7 @@ def compiles():
 
 def by_reference(module, hidden, index, weights):
     """The same block by the reference, and its chunks."""
-    chunks = reference.allocate(weights, index, module.residuals, module.budget, module.k_max, module.spec.k_min)
+    chunks = reference.allocate(weights, index, module.table, module.budget, module.k_max, module.least)
     up, down = module.gate_up_proj.weight, module.down_proj.weight
     parts = [(w.planes, w.scales, w.offset, w.unit) for w in (up, down)]
     biased = [(*part, bias) for part, bias in zip(parts, (module.up_bias, module.down_bias), strict=True)]
@@ -173,6 +174,117 @@ def test_each_allocation_minimises_its_own_cost(experts, routing, allocation):
     torch.testing.assert_close(*cost, rtol=1e-6, atol=0)
     assert (chunks.sum(1) == 9).all()
     assert bool((chunks == 3).all()) == (allocation == "uniform")
+
+
+@pytest.mark.parametrize("scope", ["token", "dispatch"])
+@pytest.mark.parametrize("budget", [0.0, 1.5, 2.0, 3.0])
+def test_skipped_experts_add_nothing_and_are_counted(experts, routing, tolerance, budget, scope):
+    module, (hidden, index, weights) = experts(biased=True), routing(12)
+    index[3, 1] = EXPERTS
+    module.set_spend(SpendSpec(budget, scope=scope, skip=True))
+    chunks, held = module.allocate(index, weights), index < EXPERTS
+    assert not (chunks == 1).any() and (not chunks.any() if budget == 0 else chunks.any())
+    found = module(hidden, index, weights)
+    alone = torch.zeros_like(found)
+    for slot in range(3):  # gates of the others stay as they are
+        kept = (chunks[:, slot] > 0).nonzero()[:, 0]
+        if len(kept):
+            one = (hidden[kept], index[kept, slot : slot + 1], weights[kept, slot : slot + 1], chunks[kept, slot : slot + 1])
+            alone[kept] += module.compute(*one)
+    torch.testing.assert_close(found, alone, **tolerance(torch.float32))
+    assert int(module.skipped) == int((chunks[held] == 0).sum()) and int(module.spent[0]) == int((chunks == 0).sum())
+
+
+def test_a_row_skips_the_same_experts_in_any_batch(experts, routing):
+    module, (_, index, weights) = experts(), routing(20)
+    module.set_spend(SpendSpec(2.0, skip=True))
+    batch = module.allocate(index, weights)
+    assert (batch == 0).any() and (batch > 2).any() and (batch.sum(1) == 6).all()
+    for rows in ([4], [19, 0, 4]):
+        assert torch.equal(module.allocate(index[rows], weights[rows]), batch[rows])
+
+
+def test_skipping_needs_no_new_graph_for_a_new_budget(experts, routing, compiles):
+    module, inputs = experts(), routing(7)
+    backend, graphs = compiles
+    module.set_spend(SpendSpec(2.0, skip=True))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for budget in (2.0, 0.5, 3.3):
+        module.set_spend(SpendSpec(budget, skip=True))
+        assert torch.equal(compiled(*inputs), module(*inputs))
+    assert len(graphs) == 1
+
+
+@pytest.fixture
+def weighed(experts, routing):
+    """Function that makes encoded experts whose gates were counted on 500 tokens."""
+
+    def make(**settings):
+        module, (_, index, weights) = experts(**settings), routing(500, seed=9)
+        module.set_importance(torch.tensor(3.0), count_gates(weights, index, EXPERTS).int())
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_thresholds_spend_the_budget_on_average(weighed, routing, tolerance, skip):
+    module, inputs = weighed(), routing(500)
+    for budget in (0.5 if skip else 2, 2.5, 4, 8):
+        module.set_spend(SpendSpec(budget, skip=skip, allocator="threshold"))
+        chunks = module.allocate(*inputs[1:])
+        assert float(chunks.float().mean()) == pytest.approx(budget, abs=0.15)  # other tokens than were counted
+        assert not (chunks == 1).any() and (skip or chunks.min() >= 2)
+        assert torch.equal(module.allocate(inputs[1][7:8], inputs[2][7:8]), chunks[7:8])
+    hidden, index, weights = (part[:9] for part in inputs)
+    up, down = module.gate_up_proj.weight, module.down_proj.weight
+    expected = expert_ffn(hidden, index, weights, module.allocate(index, weights), up, None, down, None, "silu_mul")
+    torch.testing.assert_close(module(hidden, index, weights), expected, **tolerance(torch.float32))
+
+
+def test_thresholds_keep_to_the_planes_held(weighed, routing):
+    module, (_, index, weights) = weighed(), routing(500)
+    module.k_max.fill_(4)
+    for budget in (3.0, 4.0):
+        module.set_spend(SpendSpec(budget, allocator="threshold"))
+        chunks = module.allocate(index, weights)
+        assert chunks.max() == 4 and float(chunks.float().mean()) == pytest.approx(budget, abs=0.15)
+
+
+def test_thresholds_without_what_they_need(experts):
+    module = experts()
+    module.set_spend(SpendSpec(3.0))
+    with pytest.raises(ValueError, match="sensitivity of experts, which was not measured.*dpamoe profile"):
+        module.set_spend(SpendSpec(5.0, allocator="threshold"))
+    assert module.spend == SpendSpec(3.0) and float(module.budget) == 3.0
+
+
+def test_thresholds_of_a_new_table(weighed, routing, convex_table):
+    module, (_, index, weights) = weighed(), routing(20)
+    module.set_spend(SpendSpec(3.0, allocator="threshold"))
+    before, level = module.thresholds.clone(), module.level
+    module.set_residuals(convex_table(EXPERTS, seed=5))
+    assert module.level == level and not torch.equal(module.thresholds, before)
+    module.set_spend(SpendSpec(3.0))
+    assert torch.equal(module.allocate(index, weights), reference_planes(module, index, weights))
+
+
+def reference_planes(module, index, weights):
+    return reference.allocate(weights, index, module.residuals, module.budget, module.k_max, 2)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_thresholds_need_no_new_graph_for_a_new_budget(weighed, routing, compiles, skip):
+    module, inputs = weighed(), routing(7)
+    backend, graphs = compiles
+    module.set_spend(SpendSpec(3.0, skip=skip, allocator="threshold"))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    spent = []
+    for budget in (3.0, 2.2, 7.0):
+        module.set_spend(SpendSpec(budget, skip=skip, allocator="threshold"))
+        spent.append(int(module.allocate(*inputs[1:]).sum()))
+        assert torch.equal(compiled(*inputs), module(*inputs))
+    assert len(graphs) == 1 and spent[1] < spent[0] < spent[2]
 
 
 def test_dispatch_scope_gives_an_expert_one_k(experts, routing):

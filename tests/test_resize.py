@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dpamoe
-from dpamoe import checkpoint
+from dpamoe import checkpoint, sensitivity
 from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.passes.backend import compile_backend
 from dpamoe.sites import ExpertLayout, Site, Stack
@@ -57,6 +57,19 @@ def test_memory_is_free_at_once_and_the_model_is_that_of_fewer_planes(tiny_encod
     after = dpamoe.report(model).encoded_bytes
     assert before - bytes_in_memory(model) == encoded - after > 0.45 * encoded
     assert torch.equal(logits(model), logits(dpamoe.load(tiny_saved, k_max=4)))
+
+
+def test_thresholds_follow_the_planes_held(tiny_model, tiny_dir, monkeypatch):
+    monkeypatch.setattr(sensitivity, "TOKENS", 1000)
+    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
+    model = dpamoe.transform(tiny_model(), 3.0, calibration=text, allocator="threshold")
+    held = next(iter(encoded_experts(model).values()))
+    whole = held.level
+    dpamoe.resize(model, 4)
+    assert held.level < whole and held.spend.budget == 3.0
+    logits(model, torch.randint(3, 2048, (4, 200), generator=torch.Generator().manual_seed(0)))
+    stats = dpamoe.stats(model)
+    assert max(stats["histogram"]) == 4 and abs(stats["drift"]) < 0.3  # words at random, which no text was like
 
 
 @pytest.mark.parametrize("start", [8, 4])

@@ -11,7 +11,7 @@ from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
 
 def test_defaults_are_those_of_the_documents():
     assert EncodeSpec() == EncodeSpec(group_size=128, k_min=2, k_max=8, scale_mode="shared")
-    assert SpendSpec() == SpendSpec(budget=4.0, allocation="dpa", scope="token", fallback=None)
+    assert SpendSpec() == SpendSpec(budget=4.0, allocation="dpa", scope="token", fallback=None, skip=False, allocator="exact")
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,16 @@ def test_encode_spec_survives_json():
 
 @pytest.mark.parametrize(
     "fields, word",
-    [({"allocation": "gate"}, "'gate'"), ({"scope": "batch"}, "'batch'"), ({"fallback": "dpa"}, "'dpa': use uniform, or None")],
-)
+    [
+        ({"allocation": "gate"}, "'gate'"),
+        ({"scope": "batch"}, "'batch'"),
+        ({"fallback": "dpa"}, "'dpa': use uniform, or None"),
+        ({"skip": 1}, "skip is 1: use True or False"),
+        ({"allocator": "greedy"}, "'greedy': use exact or threshold"),
+        ({"allocator": "threshold", "allocation": "uniform"}, "allocation is 'uniform'"),
+        ({"allocator": "threshold", "scope": "dispatch"}, "scope 'dispatch'"),
+    ],
+)  # fmt: skip
 def test_spend_spec_refuses(fields, word):
     with pytest.raises(ValueError, match=word):
         SpendSpec(**fields)

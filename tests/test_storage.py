@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dpamoe
-from dpamoe import checkpoint, storage
+from dpamoe import checkpoint, compare, sensitivity, storage
 from dpamoe.modules import encoded_experts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +28,12 @@ def logits(model, ids):
 
 def contents(folder):
     return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    """What layers matter is measured on little text, which takes less time."""
+    monkeypatch.setattr(sensitivity, "TOKENS", 1000)
 
 
 @pytest.fixture
@@ -120,6 +127,49 @@ def test_the_original_is_still_known_after_saving_again(tiny_saved, tiny_dir, tm
     assert storage.reference_of(tiny_saved, None) == tiny_dir
     again = dpamoe.save(dpamoe.load(tiny_saved), tmp_path / "again")
     assert storage.reference_of(again, None) == tiny_dir
+
+
+def test_skipping_is_saved_and_loaded(tiny_encoded, tmp_path):
+    model = tiny_encoded()
+    dpamoe.set_spend(model, budget=1.5, skip=True)
+    folder = dpamoe.save(model, tmp_path / "model")
+    spends = [{experts.spend for experts in encoded_experts(m).values()} for m in (dpamoe.load(folder), dpamoe.load(folder, 3))]
+    assert spends == [{dpamoe.SpendSpec(1.5, skip=True)}, {dpamoe.SpendSpec(3.0, skip=True)}]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert {experts.spend for experts in encoded_experts(loaded).values()} == spends[0]
+
+
+def test_thresholds_are_saved_and_loaded(tiny_model, tiny_dir, tmp_path):
+    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
+    model = dpamoe.transform(tiny_model(), 2.5, calibration=text, allocator="threshold", skip=True)
+    folder = dpamoe.save(model, tmp_path / "model")
+    ids = torch.randint(3, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = logits(model, ids)
+    for loaded in (dpamoe.load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)):
+        assert {experts.spend for experts in encoded_experts(loaded).values()} == {
+            dpamoe.SpendSpec(2.5, allocator="threshold", skip=True)
+        }
+        for path, experts in encoded_experts(model).items():
+            found = encoded_experts(loaded)[path]
+            for name in (*checkpoint.IMPORTANCE, "thresholds"):
+                assert torch.equal(getattr(found, name), getattr(experts, name))
+        assert torch.equal(logits(loaded, ids), expected)
+    short = dpamoe.load(folder, k_max=3)
+    levels = [next(iter(encoded_experts(m).values())).level for m in (model, short)]
+    assert levels[1] < levels[0]  # with fewer planes for some, there are more for others
+
+
+def test_profile_measures_what_thresholds_need(saved_copy, tiny_model, tiny_dir):
+    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="was not measured.*dpamoe profile"):
+        dpamoe.set_spend(dpamoe.load(saved_copy), allocator="threshold")
+    storage.refresh_residuals(saved_copy, tiny_model(), text)
+    model = dpamoe.load(saved_copy, 3.0)
+    dpamoe.set_spend(model, allocator="threshold")
+    assert compare.check_hashes(saved_copy) > 0
+    direct = dpamoe.transform(tiny_model(), 3.0, calibration=text, allocator="threshold")
+    for path, experts in encoded_experts(direct).items():
+        assert torch.equal(encoded_experts(model)[path].thresholds, experts.thresholds)
 
 
 @pytest.mark.parametrize("damage", ["unlink", "garbage"])
@@ -246,12 +296,13 @@ def test_an_architecture_that_transformers_lacks(saved_copy):
             dpamoe.load(saved_copy)
 
 
-def test_refreshing_changes_the_table_alone(saved_copy, tiny_model, tiny_dir, residual_tolerance):
+def test_refreshing_changes_what_was_measured_alone(saved_copy, tiny_model, tiny_dir, residual_tolerance):
     before = contents(saved_copy)
     text = (tiny_dir.parent / "text" / "heldout.txt").read_text(encoding="utf-8")
     assert storage.refresh_residuals(saved_copy, tiny_model(), text) == {}
     after = contents(saved_copy)
-    assert {str(name) for name in before if after[name] != before[name]} == {checkpoint.RESIDUALS}
+    assert {str(name) for name in before if after[name] != before[name]} == {checkpoint.RESIDUALS, checkpoint.INDEX}
+    assert storage.refresh_residuals(saved_copy, tiny_model(), text) == {} and contents(saved_copy) == after
     fresh = dpamoe.transform(tiny_model(), calibration=text)
     for path, experts in encoded_experts(dpamoe.load(saved_copy)).items():
         expected = encoded_experts(fresh)[path].residuals
@@ -262,7 +313,11 @@ def test_a_lost_table_is_made_again(saved_copy, tiny_saved, tiny_model, tiny_dir
     (saved_copy / checkpoint.RESIDUALS).unlink()
     text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
     storage.refresh_residuals(saved_copy, tiny_model(), text)
-    assert contents(saved_copy) == contents(tiny_saved)
+    there, here = contents(tiny_saved), contents(saved_copy)
+    measured = {Path(checkpoint.RESIDUALS), Path(checkpoint.INDEX)}
+    assert {name: there[name] for name in there.keys() - measured} == {name: here[name] for name in here.keys() - measured}
+    before, after = (load_file(folder / checkpoint.RESIDUALS) for folder in (tiny_saved, saved_copy))
+    assert all(torch.equal(after[name], table) for name, table in before.items())
 
 
 def test_refreshing_on_another_model_is_refused(saved_copy, random_model, random_ids):

@@ -105,6 +105,17 @@ def test_smallest_precision(random_pairs, convex_table, k_min, planes):
     agree("allocate", gates, ids, useless_first, budgets, planes=planes, k_min=k_min)
 
 
+@pytest.mark.parametrize("name", ["allocate", "allocate_dispatch"])
+@pytest.mark.parametrize("planes", [2, 8])
+def test_skipping(random_pairs, convex_table, name, planes):
+    """0 planes or 2 and more: where one plane would be left over, it is not spent."""
+    table, (ids, gates, _) = convex_table(8), random_pairs(4, 3, 8)
+    table[:, 1], gates[1, 2], ids[2, 0] = float("inf"), 0, 8
+    for budget in (0.0, 0.4, 1.0, 1.4, 2.0, 2.5):
+        chunks = agree(name, gates, ids, table, budget, planes=planes, k_min=0)
+        assert not (chunks == 1).any()
+
+
 def test_tables_that_are_not_convex():
     random = torch.Generator().manual_seed(0)
     table = torch.rand(8, 9, generator=random)

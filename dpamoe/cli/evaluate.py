@@ -7,7 +7,6 @@ from dpamoe import evaluate, frontier, plot, static, tables, tasks
 from dpamoe.api import logger
 from dpamoe.cli import options
 from dpamoe.evaluation_folder import open_folder
-from dpamoe.spec import ALLOCATIONS
 
 NAME = "eval"
 HELP = "score a model at several budgets: KL to full precision, perplexity, task accuracy, size"
@@ -19,7 +18,7 @@ def arguments(parser) -> None:
     parser.add_argument("--budgets", type=options.numbers, default=list(evaluate.BUDGETS), help="such as 2,2.5,3,4")
     parser.add_argument(
         "--baselines", type=options.lower_names, default=list(evaluate.REPORTED[1:]),
-        help=f"beside DPA, of {','.join(name for name in ALLOCATIONS if name != 'dpa')} and {','.join(static.FORMATS)}; "
+        help=f"beside DPA, of {','.join(name for name in evaluate.SPENDINGS if name != 'dpa')} and {','.join(static.FORMATS)}; "
         "none: DPA alone",
     )  # fmt: skip
     parser.add_argument("--kl", action="store_true", help="measure KL and perplexity, as without these two flags")
