@@ -161,7 +161,7 @@ def test_whole_models(folder, run):
     assert list(rows[0]["speedup"]) == ["grouped_mm", "batched_mm"] and "speedup" not in rows[2]
     # bf16 experts: 2 layers x 8 experts x 6144 weights; encoded: planes, offsets, and tables, budget, k_max and counters beside
     plain, encoded = rows[2]["weight_bytes"] - 2 * 8 * 6144 * 2, rows[0]["weight_bytes"] - 2 * 8 * (8 * PLANE + FIXED)
-    assert encoded - plain == 2 * (8 * 9 * 4 + 4 + 4 + 9 * 8)
+    assert encoded - plain == 2 * (8 * 9 * 4 + 8 * 8 * 4 + 4 + 4 + 9 * 8 + 8)
 
 
 def test_a_whole_model_at_a_time_in_either_order(folder, monkeypatch):
