@@ -12,7 +12,7 @@ from dpamoe.kernels import triton_experts
 from dpamoe.kernels.hopper_prefill import hopper_prefill_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_sort import combine_kernel, prepare_kernel
+from dpamoe.kernels.triton_sort import prepare_kernel
 
 WARPS = 4  # one warp group
 BLOCK = 128  # inputs that one word of each of four lanes holds
@@ -122,7 +122,7 @@ def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation:
 
 
 def _ffn_of_some(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool, out: Tensor) -> None:
-    tokens, active = ids.shape
+    active = ids.shape[1]
     experts, width, _ = down.offset.shape
     inner = torch.float32 if x.dtype == torch.float16 else x.dtype  # fp16 could overflow between the products
     by = sort_pairs(ids, chunks, tile_for(ids.numel(), experts, one_k), up, down)
@@ -130,10 +130,7 @@ def _ffn_of_some(x, ids, gates, chunks, up, up_bias, down, down_bias, activation
     product(x, by, False, up, up_bias, activation, active, hidden)
     rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
     product(hidden, by, True, down, down_bias, "", 0, rows)
-    block = min(1024, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
-        rows, ids, chunks, gates, out, *triton_experts.strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
-    )
+    triton_experts.combine(rows, ids, chunks, gates, experts, out)
 
 
 def prefill_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:

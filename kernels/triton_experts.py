@@ -225,6 +225,15 @@ def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: 
     return out
 
 
+def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: int, out: Tensor) -> None:
+    """out [T, H] = sum over slots, in order, of gate * the row of the pair; rows [P, H]."""
+    tokens, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(tokens, triton.cdiv(width, block))](
+        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block
+    )
+
+
 def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool = False) -> Tensor:
     """The expert block for many tokens, [T, H_out]: sorted, two grouped products, slots summed in order."""
     tokens, active = ids.shape
@@ -236,10 +245,7 @@ def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation:
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     prefill_product(x, by, False, up, up_bias, activation, active, hidden, one_k)
     prefill_product(hidden, by, True, down, down_bias, "", 0, rows, one_k)
-    block = min(1024, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
-        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=width, B=block
-    )
+    combine(rows, ids, chunks, gates, experts, out)
     return out
 
 
