@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_unpack import halves
+from dpamoe.kernels.triton_unpack import bits_beside
 
 
 @gluon.constexpr_function
@@ -37,12 +37,7 @@ def left_layout(NW, S):
 @gluon.jit
 def fragment(p, BM: gl.constexpr, layout: gl.constexpr):
     """16 tensors of fp16 pairs [BM, 4], one per bit, as the left operand [BM, 128]; no data moves."""
-    q0, q1, q2, q3 = gl.join(p[0], p[1]), gl.join(p[2], p[3]), gl.join(p[4], p[5]), gl.join(p[6], p[7])
-    q4, q5, q6, q7 = gl.join(p[8], p[9]), gl.join(p[10], p[11]), gl.join(p[12], p[13]), gl.join(p[14], p[15])
-    low = gl.join(gl.join(q0, q1), gl.join(q2, q3))
-    high = gl.join(gl.join(q4, q5), gl.join(q6, q7))
-    lower, upper = halves(gl.join(low, high))
-    whole = gl.join(lower, upper)  # [BM, lane, bits 0 to 3 of s, half]
+    whole = bits_beside(p)  # [BM, lane, bits 0 to 3 of s, half]
     return gl.convert_layout(whole.permute(0, 5, 4, 3, 2, 1, 6).reshape(BM, 128), layout, assert_trivial=True)
 
 

@@ -15,7 +15,7 @@ from dpamoe.kernels.triton_unpack import (
     OFFSET_STEPS,
     add_pairs,
     add_plane,
-    halves,
+    bits_beside,
     tied_scale,
     twice,
 )
@@ -24,12 +24,7 @@ from dpamoe.kernels.triton_unpack import (
 @triton.jit
 def _fragment(p, R1: tl.constexpr, NW: tl.constexpr):
     """16 tensors of fp16 pairs [N], one per bit, as the left operand [16 NW R1, 128]; no data moves."""
-    q0, q1, q2, q3 = tl.join(p[0], p[1]), tl.join(p[2], p[3]), tl.join(p[4], p[5]), tl.join(p[6], p[7])
-    q4, q5, q6, q7 = tl.join(p[8], p[9]), tl.join(p[10], p[11]), tl.join(p[12], p[13]), tl.join(p[14], p[15])
-    low = tl.join(tl.join(q0, q1), tl.join(q2, q3))
-    high = tl.join(tl.join(q4, q5), tl.join(q6, q7))
-    lower, upper = halves(tl.join(low, high))
-    whole = tl.join(lower, upper).reshape(R1, 2, NW, 8, 4, 2, 2, 2, 2, 2)  # parts of the row, lane, bits 0 to 3 of s, half
+    whole = bits_beside(p).reshape(R1, 2, NW, 8, 4, 2, 2, 2, 2, 2)  # parts of the row, lane, bits 0 to 3 of s, half
     return whole.permute(0, 2, 1, 3, 8, 7, 6, 5, 4, 9).reshape(16 * NW * R1, 128)
 
 

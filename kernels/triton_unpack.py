@@ -91,6 +91,17 @@ def add_plane(parts, words, scale, ASM: tl.constexpr):
 
 
 @triton.jit
+def bits_beside(p):
+    """16 tensors of fp16 pairs [...], one per bit s, as fp16 [..., bits 0 to 3 of s, half]; no data moves."""
+    q0, q1, q2, q3 = tl.join(p[0], p[1]), tl.join(p[2], p[3]), tl.join(p[4], p[5]), tl.join(p[6], p[7])
+    q4, q5, q6, q7 = tl.join(p[8], p[9]), tl.join(p[10], p[11]), tl.join(p[12], p[13]), tl.join(p[14], p[15])
+    low = tl.join(tl.join(q0, q1), tl.join(q2, q3))
+    high = tl.join(tl.join(q4, q5), tl.join(q6, q7))
+    lower, upper = halves(tl.join(low, high))
+    return tl.join(lower, upper)
+
+
+@triton.jit
 def twice(x, ASM: tl.constexpr):
     """x, fp32, as two equal fp16 numbers in an int32."""
     if ASM:
