@@ -132,8 +132,8 @@ def _write_tiles(tiles, own, most_tiles, E_PAD: tl.constexpr, BN: tl.constexpr, 
 def _write_slices(tiles, own, most_tiles, E_PAD: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr):
     """All tiles of up to SLICES slices, each up to S pairs of one expert and k; own int32 [E_PAD, 8]: pairs by expert and k.
 
-    tiles int32 [most_tiles, 3 + 2 SLICES]: expert (-1: none), free, the beginnings of the slices, one more than there are, and
-    the k of each, 0 for an empty one.
+    tiles int32 [most_tiles, 3 + 2 SLICES]: expert (-1: none), the number of tiles in the first and free in the others, the
+    beginnings of the slices, one more than there are, and the k of each, 0 for an empty one.
     """
     expert = tl.arange(0, E_PAD)
     number = tl.sum(own, 1)
@@ -143,6 +143,7 @@ def _write_slices(tiles, own, most_tiles, E_PAD: tl.constexpr, SLICES: tl.conste
     slices = tl.sum(each, 1)
     count = (slices + SLICES - 1) // SLICES
     tile = tl.cumsum(count, 0)
+    tl.store(tiles + 1, tl.max(tile, 0))
     for turn in range(0, tl.max(count, 0)):
         entry = tiles + (tile - count + turn) * (3 + 2 * SLICES)
         live = turn < count
@@ -196,6 +197,44 @@ def prepare_kernel(
         place = own + STRETCHES * 128 + rest // 16 * 32 + rest % 16
         tl.store(place, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
         tl.store(place + 16, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def prepare_stretches_kernel(
+    x, order, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, STRETCHES: tl.constexpr,
+    STRETCHES_PAD: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `prepare_kernel`, with sums as `hopper_stream` takes them: 16 columns for each stretch of 128 W inputs, behind all.
+
+    Lane l has column 2 l and 8 + 2 l: the sum over its group as a fp16 number; column 2 l + 1 has what is left of it. Where two
+    lanes share a group the second has zeros.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if A:
+        source = (tl.load(order + row) // A).to(tl.int64)
+        if (source < 0) | (source >= rows):  # pairs that are not computed have no place in the order
+            return
+    SUMS: tl.constexpr = STRETCHES // W * 16
+    LANES: tl.constexpr = GROUP // (32 * W)  # that share a group
+    at = tl.arange(0, STRETCHES_PAD * 128)
+    value = tl.load(x + source * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
+    power, inverse = unit_power(tl.max(tl.abs(value), 0))
+    scaled = (value * inverse * place_power(at % 16, 19)).to(tl.float16)
+    moved = scaled.reshape(STRETCHES_PAD // W, 4, W, 2, 16).permute(0, 2, 4, 1, 3).reshape(STRETCHES_PAD * 128)
+    own = ready + row * (STRETCHES * 128 + SUMS)
+    tl.store(own + at, moved, mask=at < STRETCHES * 128)
+    tl.store(factor + row, power * 2.0**-7)
+    total = tl.sum((value * inverse).reshape(STRETCHES_PAD * 128 // GROUP, GROUP), 1) * 16
+    high = total.to(tl.float16)
+    low = (total - high.to(tl.float32)).to(tl.float16)
+    lane = tl.arange(0, STRETCHES_PAD * 128 // GROUP) * LANES
+    place, inside = own + STRETCHES * 128 + lane // 4 * 16 + lane % 4 * 2, lane < STRETCHES // W * 4
+    for i in tl.static_range(LANES):
+        tl.store(place + 2 * i, high if i == 0 else high * 0, mask=inside)
+        tl.store(place + 2 * i + 1, low if i == 0 else low * 0, mask=inside)
+        tl.store(place + 2 * i + 8, high if i == 0 else high * 0, mask=inside)
+        tl.store(place + 2 * i + 9, low * 0, mask=inside)
 
 
 @triton.jit
