@@ -47,6 +47,8 @@ class _Cut:
     B: int
     NC: int
     NS: int
+    ONE: bool
+    TURNS: int  # of the groups at the tensor cores: 0 as it comes, 1 one after the other, 2 so once the other has begun
 
 
 @gluon.constexpr_function
@@ -96,24 +98,27 @@ def _bring_planes(
     C: gl.constexpr, TIED: gl.constexpr, NC: gl.constexpr,
 ):  # fmt: skip
     """Ask for a stretch of every plane that is read, and its scales and offsets, for all groups."""
-    plane_ring, scale_ring, offset_ring = rings
+    plane_rings, scale_rings, offset_rings = rings
     size: gl.constexpr = 32 // scales[0].dtype.element_ty.primitive_bitwidth
+    own_words, own_scales = (), ()
     for j in gl.static_range(NC):
-        own = stage * NC + j
-        word_at, scale_at = fresh(words_at[j] + first_word, 0, 4), fresh(scales_at[j] + first_scale, 0, size)
-        for c in gl.static_range(C):
-            if c == 0 or c < most:
-                copy(plane_ring.index(own * C + c), planes[c].to(gl.pointer_type(gl.int32)) + word_at)
+        own_words = own_words + (fresh(words_at[j] + first_word, 0, 4),)
+        own_scales = own_scales + (fresh(scales_at[j] + first_scale, 0, size),)
+    for j in gl.static_range(NC):
+        copy(offset_rings[j].index(stage), offset + own_scales[j])
+    for c in gl.static_range(C):
+        if c == 0 or c < most:
+            for j in gl.static_range(NC):  # a ring for each group: the compiler sets barriers between copies into one
+                copy(plane_rings[j].index(stage * C + c), planes[c].to(gl.pointer_type(gl.int32)) + own_words[j])
                 if c == 0 or not TIED:
-                    copy(scale_ring.index(own if TIED else own * C + c), scales[c] + scale_at)
-        copy(offset_ring.index(own), offset + scale_at)
+                    copy(scale_rings[j].index(stage if TIED else stage * C + c), scales[c] + own_scales[j])
 
 
 @gluon.jit
 def _bring(given, cut: gl.constexpr):
     """The warp group that asks for everything."""
     x, sums, tiles, rows, planes, scales, offset, held = given
-    rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty = held
+    rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty, turns = held
     OUT: gl.constexpr = cut.OUT
     IN: gl.constexpr = cut.IN
     GROUPS: gl.constexpr = cut.GROUPS
@@ -166,22 +171,68 @@ def _bring(given, cut: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_all(accs, operand, x, place, P: gl.constexpr):
+    """Begin to add operand times a block of x, to every slice; nothing is waited for."""
+    new = ()
+    for j in gl.static_range(P):
+        right = x.index(place * P + j).permute((1, 0))
+        new = new + (hopper.warpgroup_mma(operand, right, accs[j], is_async=True),)
+    return new
+
+
+@gluon.jit
+def _finished(accs, P: gl.constexpr):
+    if P == 1:
+        new = (hopper.warpgroup_mma_wait(0, deps=[accs[0]]),)
+    elif P == 2:
+        a, b = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
+        new = (a, b)
+    elif P == 3:
+        a, b, c = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2]])
+        new = (a, b, c)
+    else:
+        a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
+        new = (a, b, c, d)
+    return new
+
+
+@gluon.jit
+def _take_turn(turns, own: gl.constexpr, round, TURNS: gl.constexpr):
+    if TURNS > 0:
+        mbarrier.wait(turns.index(own), round % 2 ^ 1 if own == 0 else round % 2)
+
+
+@gluon.jit
+def _give_turn(turns, own: gl.constexpr, TURNS: gl.constexpr, NC: gl.constexpr):
+    if TURNS > 0:
+        barrier()
+        mbarrier.arrive(turns.index((own + 1) % NC), count=1)
+
+
+@gluon.jit
+def _base(offset_ring, stage, raw, unit, power, total, TIED: gl.constexpr):
+    base = _spread(offset_ring.index(stage), 4).to(gl.float32)
+    if TIED:
+        base = base * (tied_scale(raw, unit) / OFFSET_STEPS)
+    return base * (power * 16.0) - total * 2.0**-10
+
+
+@gluon.jit
 def _multiply_blocks(
-    accs, x_ring, sum_ring, x_full, number, still, rings, stage, own, w, unit, power, levels, most, present,
-    W: gl.constexpr, B: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, P: gl.constexpr, S: gl.constexpr,
-    NC: gl.constexpr, NS: gl.constexpr,
+    accs, x_ring, sum_ring, x_full, turns, number, round, still, rings, stage, own: gl.constexpr, w, unit, power, levels,
+    most, present, W: gl.constexpr, B: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, P: gl.constexpr, S: gl.constexpr,
+    NC: gl.constexpr, NS: gl.constexpr, ONE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Unpack B blocks of the weight plane by plane and multiply where pairs stop; with the last of a stretch its offsets."""
-    plane_ring, scale_ring, offset_ring = rings
+    plane_rings, scale_rings, offset_rings = rings
     left: gl.constexpr = left_layout(4, S)
     parts = ((gl.full((64, 4), 0, gl.int32, word_layout(4, 1)),) * 16,) * B
     total = gl.full((64, 4), 0.0, gl.float32, word_layout(4, 1))
-    at = stage * NC + own
-    words, raw = _read_plane(plane_ring, scale_ring, at, 0, W, C, TIED, 4)
+    words, raw = _read_plane(plane_rings[own], scale_rings[own], stage, 0, W, C, TIED, 4)
     words = _chosen(words, w, B, W)
     share = power * 2.0**14
     for c in range(most):
-        later, raw_later = _read_plane(plane_ring, scale_ring, at, gl.minimum(c + 1, C - 1), W, C, TIED, 4)
+        later, raw_later = _read_plane(plane_rings[own], scale_rings[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED, 4)
         if TIED:
             share = share * 0.5
             scale = tied_scale(raw, unit) * share
@@ -192,27 +243,56 @@ def _multiply_blocks(
         for i in gl.static_range(B):
             new = new + (add_plane(parts[i], words[i], pairs, True),)
         parts = new
-        if (present >> (c + 1)) % 2 == 1:
-            for i in gl.static_range(B):
-                place = (number + i) % NS
-                mbarrier.wait(x_full.index(place), (number + i) // NS % 2)
-                accs = _multiply(accs, fragment(parts[i], 64, left), x_ring, place, 0, levels, c + 1, P)
-            if B == W or w == W - 1:
-                base = _spread(offset_ring.index(at), 4).to(gl.float32)
-                if TIED:
-                    base = base * (tied_scale(raw, unit) / OFFSET_STEPS)
-                base = base * (power * 16.0) - total * 2.0**-10
-                accs = _multiply(accs, _bases(base, 64, left), sum_ring, stage, 0, levels, c + 1, P)
+        if not ONE:
+            if (present >> (c + 1)) % 2 == 1:
+                for i in gl.static_range(B):
+                    mbarrier.wait(x_full.index((number + i) % NS), (number + i) // NS % 2)
+                _take_turn(turns, own, round, TURNS)
+                for i in gl.static_range(B):
+                    place = (number + i) % NS
+                    accs = _multiply(accs, fragment(parts[i], 64, left), x_ring, place, 0, levels, c + 1, P)
+                if B == W or w == W - 1:
+                    base = _bases(_base(offset_rings[own], stage, raw, unit, power, total, TIED), 64, left)
+                    accs = _multiply(accs, base, sum_ring, stage, 0, levels, c + 1, P)
+                _give_turn(turns, own, TURNS, NC)
+                round += 1
         words, raw = _chosen(later, w, B, W), raw_later
         number += still  # else the compiler works out where x is for every level before the first, and runs out of registers
-    return accs
+    if ONE:
+        for i in gl.static_range(B):
+            mbarrier.wait(x_full.index((number + i) % NS), (number + i) // NS % 2)
+        base = _bases(_base(offset_rings[own], stage, raw, unit, power, total, TIED), 64, left)
+        _take_turn(turns, own, round, TURNS)
+        if (levels >> 4 * (P - 1)) & 15 > 0:
+            for i in gl.static_range(B):
+                accs = _multiply_all(accs, fragment(parts[i], 64, left), x_ring, (number + i) % NS, P)
+            if B == W:
+                accs = _multiply_all(accs, base, sum_ring, stage, P)
+            if TURNS == 2:
+                _give_turn(turns, own, TURNS, NC)
+            accs = _finished(accs, P)
+        else:
+            for i in gl.static_range(B):
+                accs = _multiply(accs, fragment(parts[i], 64, left), x_ring, (number + i) % NS, 0, levels, most, P)
+            if B == W:
+                accs = _multiply(accs, base, sum_ring, stage, 0, levels, most, P)
+            if TURNS == 2:
+                _give_turn(turns, own, TURNS, NC)
+        if B != W:
+            if w == W - 1:
+                accs = _multiply_all(accs, base, sum_ring, stage, P)
+                accs = _finished(accs, P)
+        if TURNS == 1:
+            _give_turn(turns, own, TURNS, NC)
+        round += 1
+    return accs, round
 
 
 @gluon.jit
 def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     """A warp group that computes 64 rows of each tile."""
     factor, order, tiles, peaks, unit, bias, out, still, held = given
-    rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty = held
+    rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty, turns = held
     OUT: gl.constexpr = cut.OUT
     IN: gl.constexpr = cut.IN
     C: gl.constexpr = cut.C
@@ -227,8 +307,10 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     B: gl.constexpr = cut.B
     NC: gl.constexpr = cut.NC
     NS: gl.constexpr = cut.NS
+    ONE: gl.constexpr = cut.ONE
+    TURNS: gl.constexpr = cut.TURNS
     blocks: gl.constexpr = (OUT + 64 * NC - 1) // (64 * NC)
-    turn, number = 0, 0
+    turn, number, round = 0, 0, 0
     for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
         block, entry = item % blocks, tiles + item // blocks * (3 + 2 * P)
         expert = gl.load(entry)
@@ -240,9 +322,9 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
         for b in range(0, IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
-            accs = _multiply_blocks(
-                accs, x_ring, sum_ring, x_full, number, still, rings, stage, own, w, tied_unit, power, levels, most, present,
-                W, B, C, TIED, P, S, NC, NS,
+            accs, round = _multiply_blocks(
+                accs, x_ring, sum_ring, x_full, turns, number, round, still, rings, stage, own, w, tied_unit, power, levels,
+                most, present, W, B, C, TIED, P, S, NC, NS, ONE, TURNS,
             )  # fmt: skip
             barrier()
             for i in gl.static_range(B):
@@ -268,7 +350,7 @@ def hopper_stream_kernel(
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
     P: gl.constexpr, S: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
-    REGS: gl.constexpr, BRING: gl.constexpr,
+    ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
     """Tiles of P slices of up to S pairs: out[row of the pair] = act(W_k x + bias).
 
@@ -278,27 +360,31 @@ def hopper_stream_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     kind: gl.constexpr = scales[0].dtype.element_ty
     kept: gl.constexpr = 1 if TIED else C
-    rings = (
-        gl.allocate_shared_memory(gl.int32, [2 * NC * C, 64, 4 * W], plain),
-        gl.allocate_shared_memory(kind, [2 * NC * kept, 64, 128 * W // GROUP], plain),
-        gl.allocate_shared_memory(offset.dtype.element_ty, [2 * NC, 64, 128 * W // GROUP], plain),
-    )
+    plane_rings, scale_rings, offset_rings = (), (), ()
+    for _ in gl.static_range(NC):
+        plane_rings = plane_rings + (gl.allocate_shared_memory(gl.int32, [2 * C, 64, 4 * W], plain),)
+        scale_rings = scale_rings + (gl.allocate_shared_memory(kind, [2 * kept, 64, 128 * W // GROUP], plain),)
+        offset_rings = offset_rings + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, 128 * W // GROUP], plain),)
+    rings = (plane_rings, scale_rings, offset_rings)
     x_ring = gl.allocate_shared_memory(gl.float16, [NS * P, S, 128], gl.NVMMASharedLayout(128, 16, 2))
     sum_ring = gl.allocate_shared_memory(gl.float16, [2 * P, S, 16], gl.NVMMASharedLayout(32, 16, 2))
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [NC, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NC):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(plane_full.index(i), count=129)  # the lanes that copy, and the announcement of the sums
         mbarrier.init(plane_empty.index(i), count=NC)
     for i in gl.static_range(NS):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=NC)
-    held = (rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty)
+    held = (rings, x_ring, sum_ring, plane_full, plane_empty, x_full, x_empty, turns)
     bring = (x, sums, tiles, rows, planes, scales, offset, held)
     common = (factor, order, tiles, peaks, unit, bias, out, still, held)
-    cut: gl.constexpr = Cut(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, P, S, W, B, NC, NS)
+    cut: gl.constexpr = Cut(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, P, S, W, B, NC, NS, ONE, TURNS)
     if NC == 2:
         gl.warp_specialize(
             [(_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (_bring, (bring, cut))], [4, 4], [REGS, BRING]
