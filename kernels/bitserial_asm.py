@@ -1,0 +1,140 @@
+"""PTX of the bit-serial products: rows cut into bits, 1-bit products with planes, popcounts added up on the tensor cores.
+
+Everything works on four registers of a lane at once (`pack=4`), in the order of `bitserial_layout.words`: word c of group 2w for
+rows g and g + 8, then of group 2w + 1, for lane 4g + c of warp w. Those are the left operands of two m16n8k128 products.
+"""
+
+from triton.experimental.gluon import language as gl
+
+SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
+
+
+def _float(value: float) -> str:
+    import struct
+
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def _letters(results: str, arguments: str) -> gl.constexpr:
+    """Constraints: one letter for each register."""
+    return gl.constexpr(",".join([f"={letter}" for letter in results] + list(arguments)))
+
+
+def _swap(word: str, bit: int) -> str:
+    """Exchange one bit of the position in a word with one bit of the lane's number, between two lanes."""
+    lane = 1 << (bit + 2 if bit < 3 else bit - 3)
+    text = f"shfl.sync.bfly.b32 other, {word}, {lane}, 31, -1; and.b32 t, lane, {lane}; setp.ne.s32 upper, t, 0;\n"
+    if bit >= 3:  # whole bytes
+        high, low = ((0x3715, 0x6240), (0x3276, 0x5410))[bit - 3]
+        return text + f"selp.b32 t, {high}, {low}, upper; prmt.b32 {word}, {word}, other, t;\n"
+    mask = (0x55555555, 0x33333333, 0x0F0F0F0F)[bit]
+    return (
+        text + f"selp.b32 t, {32 - (1 << bit)}, {1 << bit}, upper; shf.l.wrap.b32 other, other, other, t;\n"
+        f"selp.b32 t, {mask ^ 0xFFFFFFFF}, {mask}, upper; lop3.b32 {word}, t, {word}, other, 0xCA;\n"
+    )
+
+
+def _slice() -> str:
+    swaps = "".join(_swap(word, bit) for bit in (3, 4, 0, 1, 2) for word in ("low", "high"))
+    return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, u, other, lane, low, high; .reg .pred upper;
+abs.f32 most, $4; abs.f32 next, $5; max.f32 most, most, next;
+abs.f32 next, $6; max.f32 most, most, next; abs.f32 next, $7; max.f32 most, most, next;
+mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; mul.f32 step, most, {_float(1 / 32767)};
+max.f32 most, most, {_float(2.0**-126)}; rcp.approx.f32 most, most; mul.f32 most, most, {_float(32767.0)};
+mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
+mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
+add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;
+mov.u32 lane, %laneid; prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;
+prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
+{swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
+
+
+def _count(words: str, column: str, group: int, plane: int) -> str:
+    """Popcounts of one group with both halves of the activation, added to output column 2 plane + group."""
+    low, high = column
+    product = "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
+    return f"""{product} {{a0, a1, a2, a3}}, {{{words}}}, {{{low}}}, {{z, z, z, z}};
+{product} {{b0, b1, b2, b3}}, {{{words}}}, {{{high}}}, {{z, z, z, z}};
+prmt.b32 a0, a0, a1, 0x5410; prmt.b32 a1, a2, a3, 0x5410; prmt.b32 b0, b0, b1, 0x5410; prmt.b32 b1, b2, b3, 0x5410;
+setp.eq.s32 own, $26, {2 * (plane % 4) + group}; selp.b32 u, $24, z, own; selp.b32 v, $25, z, own;
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{d0, d1, d2, d3}}, {{a0, a1, b0, b1}}, {{u, v}}, {{d0, d1, d2, d3}};
+"""
+
+
+def _planes(plane: int, may_stop: bool) -> str:
+    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27.
+
+    may_stop: a warp that does not read the first of them, by the number of planes in 28-31, leaves both out.
+    """
+    ask = f"setp.le.s32 own, $28, {plane}; @own bra.uni DONE;\n" if may_stop else ""
+    low, high = ("$16", "$17"), ("$20", "$21")
+    work = _count("$8, $9", low, 0, plane) + _count("$10, $11", high, 1, plane)
+    work += _count("$12, $13", low, 0, plane + 1) + _count("$14, $15", high, 1, plane + 1)
+    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, u, v; .reg .f32 d0, d1, d2, d3; .reg .pred own;
+mov.b32 z, 0; mov.f32 d0, $4; mov.f32 d1, $5; mov.f32 d2, $6; mov.f32 d3, $7;
+{ask}{work}{"DONE:" if may_stop else ""}
+mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
+
+
+def _halves(name: str, registers: tuple[str, str]) -> str:
+    """Four fp16 numbers in two registers as fp32."""
+    lines = [
+        f"mov.b32 {{h0, h1}}, {register}; cvt.f32.f16 {name}{2 * i}, h0; cvt.f32.f16 {name}{2 * i + 1}, h1;"
+        for i, register in enumerate(registers)
+    ]
+    return " ".join(lines) + "\n"
+
+
+_HEAD = "{ .reg .f32 a0, a1, p0, p1, p2, p3, s0, q0, s1, q1, t; .reg .f16 h0, h1;\n"
+
+
+def _steps(first: int, second: int) -> str:
+    """Step and sum of both groups, from registers of the sliced rows."""
+    return f"mov.b32 s0, ${first}; mov.b32 q0, ${first + 1}; mov.b32 s1, ${second}; mov.b32 q1, ${second + 1};\n"
+
+
+def _rows(first: int) -> tuple[str, str]:
+    """The two registers of 4-7 that stand for rows g and g + 8 of one of two matrices, taken out and put back."""
+    others = [i for i in range(4) if i not in (first, first + 1)]
+    taken = f"mov.f32 a0, ${4 + first}; mov.f32 a1, ${5 + first};\n"
+    put = f"mov.f32 ${first}, a0; mov.f32 ${first + 1}, a1; " + " ".join(f"mov.f32 ${i}, ${4 + i};" for i in others)
+    return taken, put + " }"
+
+
+def _scale(first: int) -> str:
+    """Rows 4-7 plus scales 12-13 times (2 dots 8-11 minus the sums), sliced rows 14-17 and 18-21."""
+    taken, put = _rows(first)
+    text = _HEAD + _steps(16, 20) + "neg.f32 q0, q0; neg.f32 q1, q1;\n" + taken + _halves("p", ("$12", "$13"))
+    text += "mul.f32 p0, p0, s0; mul.f32 p1, p1, s0; mul.f32 p2, p2, s1; mul.f32 p3, p3, s1;\n"
+    for dot, total, scale, row in ((8, "q0", 0, 0), (9, "q1", 2, 0), (10, "q0", 1, 1), (11, "q1", 3, 1)):
+        text += f"fma.rn.f32 t, ${dot}, {_float(2 * SUBNORMALS)}, {total}; fma.rn.f32 a{row}, p{scale}, t, a{row};\n"
+    return text + put
+
+
+def _offset(first: int) -> str:
+    """Rows 4-7 plus offsets 8-9 times what the activations add up to, sliced rows 10-13 and 14-17."""
+    taken, put = _rows(first)
+    text = _HEAD + _steps(12, 16) + "mul.f32 s0, s0, q0; mul.f32 s1, s1, q1;\n" + taken + _halves("p", ("$8", "$9"))
+    text += "fma.rn.f32 a0, p0, s0, a0; fma.rn.f32 a0, p2, s1, a0; fma.rn.f32 a1, p1, s0, a1; fma.rn.f32 a1, p3, s1, a1;\n"
+    return text + put
+
+
+# Four floats of a lane, elements g + 8c + 32j of a group for j = 0 … 3, to: its word of the low bits (lane 4g + c: bit g of the
+# 16, inputs 32c … 32c + 31), its word of the high bits, the step of the group (fp32), the sum of the group's integers (fp32).
+SLICE = gl.constexpr(_slice())
+SLICE_LETTERS = _letters("rrrr", "ffff")
+
+# A lane's weights 2^c of bit columns, as fp16 pairs for low and high halves, the top one negative; and its output column.
+WEIGHTS = gl.constexpr("""{ .reg .b32 lane, a, b; .reg .pred last; mov.u32 lane, %laneid; and.b32 a, lane, 3; shr.u32 $2, lane, 2;
+setp.eq.s32 last, a, 3; mul.lo.s32 a, a, 0x08000800; add.s32 $0, a, 0x40003C00; add.s32 b, a, 0x60005C00;
+selp.b32 a, 0x80000000, 0, last; or.b32 $1, b, a; mov.b32 $3, 0; }""")
+WEIGHTS_LETTERS = _letters("rrrr", "rrrr")
+
+PLANES_LETTERS = _letters("ffff", "f" * 4 + "r" * 24)
+PLANES_0, PLANES_2 = (gl.constexpr(_planes(plane, False)) for plane in (0, 2))  # also planes 4 to 7, to which others follow
+MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane, True)) for plane in (0, 2, 4, 6))
+
+# for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
+SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = gl.constexpr(_scale(0)), gl.constexpr(_scale(2)), _letters("ffff", "f" * 8 + "r" * 10)
+OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
+OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 10)
