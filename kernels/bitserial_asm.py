@@ -49,30 +49,30 @@ prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
 {swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
 
 
-def _count(words: str, column: str, group: int, plane: int) -> str:
-    """Popcounts of one group with both halves of the activation, added to output column 2 plane + group."""
+def _count(words: str, column: tuple[str, str], weight: str) -> str:
+    """Popcounts of one group with both halves of the activation, each times its power of two, added to one output column."""
     low, high = column
     product = "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
     return f"""{product} {{a0, a1, a2, a3}}, {{{words}}}, {{{low}}}, {{z, z, z, z}};
 {product} {{b0, b1, b2, b3}}, {{{words}}}, {{{high}}}, {{z, z, z, z}};
 prmt.b32 a0, a0, a1, 0x5410; prmt.b32 a1, a2, a3, 0x5410; prmt.b32 b0, b0, b1, 0x5410; prmt.b32 b1, b2, b3, 0x5410;
-setp.eq.s32 own, $26, {2 * (plane % 4) + group}; selp.b32 u, $24, z, own; selp.b32 v, $25, z, own;
-mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{d0, d1, d2, d3}}, {{a0, a1, b0, b1}}, {{u, v}}, {{d0, d1, d2, d3}};
+mul.rn.f16x2 v, {weight}, $28;
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{d0, d1, d2, d3}}, {{a0, a1, b0, b1}}, {{{weight}, v}}, {{d0, d1, d2, d3}};
 """
 
 
-def _planes(plane: int, may_stop: bool) -> str:
-    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27.
+def _planes(plane: int) -> str:
+    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27, 28.
 
-    may_stop: a warp that does not read the first of them, by the number of planes in 28-31, leaves both out.
+    A warp that does not read the first of them, by the number of planes in 32-35, leaves both out; plane -1: none does.
     """
-    ask = f"setp.le.s32 own, $28, {plane}; @own bra.uni DONE;\n" if may_stop else ""
+    ask = f"setp.le.s32 out, $32, {plane}; @out bra.uni DONE;\n" if plane >= 0 else ""
     low, high = ("$16", "$17"), ("$20", "$21")
-    work = _count("$8, $9", low, 0, plane) + _count("$10, $11", high, 1, plane)
-    work += _count("$12, $13", low, 0, plane + 1) + _count("$14, $15", high, 1, plane + 1)
-    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, u, v; .reg .f32 d0, d1, d2, d3; .reg .pred own;
+    work = _count("$8, $9", low, "$24") + _count("$10, $11", high, "$25")
+    work += _count("$12, $13", low, "$26") + _count("$14, $15", high, "$27")
+    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, v; .reg .f32 d0, d1, d2, d3; .reg .pred out;
 mov.b32 z, 0; mov.f32 d0, $4; mov.f32 d1, $5; mov.f32 d2, $6; mov.f32 d3, $7;
-{ask}{work}{"DONE:" if may_stop else ""}
+{ask}{work}{"DONE:" if plane >= 0 else ""}
 mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
 
 
@@ -124,15 +124,26 @@ def _offset(first: int) -> str:
 SLICE = gl.constexpr(_slice())
 SLICE_LETTERS = _letters("rrrr", "ffff")
 
-# A lane's weights 2^c of bit columns, as fp16 pairs for low and high halves, the top one negative; and its output column.
-WEIGHTS = gl.constexpr("""{ .reg .b32 lane, a, b; .reg .pred last; mov.u32 lane, %laneid; and.b32 a, lane, 3; shr.u32 $2, lane, 2;
-setp.eq.s32 last, a, 3; mul.lo.s32 a, a, 0x08000800; add.s32 $0, a, 0x40003C00; add.s32 b, a, 0x60005C00;
-selp.b32 a, 0x80000000, 0, last; or.b32 $1, b, a; mov.b32 $3, 0; }""")
+
+
+def _weights(first: int) -> str:
+    """Of output columns `first` to `first` + 3: 2^c of this lane's two low bit columns if it is its column, else 0, as fp16."""
+    text = "{ .reg .b32 lane, own, w; .reg .pred here; mov.u32 lane, %laneid; and.b32 w, lane, 3; shr.u32 own, lane, 2;\n"
+    text += "mul.lo.s32 w, w, 0x08000800; add.s32 w, w, 0x40003C00;\n"
+    for i in range(4):
+        text += f"setp.eq.s32 here, own, {first + i}; selp.b32 ${i}, w, 0, here;\n"
+    return text + "}"
+
+
+# weights of the low bits, of the output columns of planes 0 and 1 (also 4 and 5), and of planes 2 and 3 (6 and 7)
+WEIGHTS_0, WEIGHTS_2 = gl.constexpr(_weights(0)), gl.constexpr(_weights(4))
+# what they are multiplied by for the high bits: 256, negative for the top one
+FACTOR = gl.constexpr("""{ .reg .b32 lane; .reg .pred last; mov.u32 lane, %laneid; and.b32 lane, lane, 3;
+setp.eq.s32 last, lane, 3; selp.b32 $0, 0xDC005C00, 0x5C005C00, last; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""")
 WEIGHTS_LETTERS = _letters("rrrr", "rrrr")
 
-PLANES_LETTERS = _letters("ffff", "f" * 4 + "r" * 24)
-PLANES_0, PLANES_2 = (gl.constexpr(_planes(plane, False)) for plane in (0, 2))  # also planes 4 to 7, to which others follow
-MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane, True)) for plane in (0, 2, 4, 6))
+PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), _letters("ffff", "f" * 4 + "r" * 28)
+MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
 
 # for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
 SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = gl.constexpr(_scale(0)), gl.constexpr(_scale(2)), _letters("ffff", "f" * 8 + "r" * 10)

@@ -35,7 +35,7 @@ def _sizes(weight: EncodedWeight) -> dict:
 
 def decode_ffn(
     x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, up: EncodedWeight, up_bias: Tensor | None, down: EncodedWeight,
-    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, ahead: tuple = (6, 5, None, 88),
+    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, ahead: tuple = (8, 16, 80, None),
 ) -> Tensor:  # fmt: skip
     """The expert block for few tokens, [T, H_out]: two launches. With an allocation chunks is written on the way."""
     tokens, active = ids.shape
@@ -48,25 +48,25 @@ def decode_ffn(
     strides = (*strides_of(ids, chunks, gates), *row, each)
     common = {
         "RULE": GIVEN if allocation is None else RANK, "A": active, "N": triton.next_power_of_2(active), "K_MIN": given.k_min,
-        "NW": 8, "num_warps": 8, "PDL": True, "launch_pdl": True,
+        "PDL": True, "launch_pdl": True,
     }  # fmt: skip
     gated = is_gated(activation)
     *held, _, bias = tensors_of(up, up_bias)
     up_kernel[(down.in_features // 16, tokens * active)](
         x, ids, chunks, gates, *table, *held, bias, hidden, x.stride(0), 0, *strides, **_sizes(up), **common, GATED=gated,
-        ACT=activation, BIAS=up_bias is not None, CAP=ahead[0], maxnreg=ahead[2],
+        ACT=activation, BIAS=up_bias is not None, CAP=ahead[0], maxnreg=ahead[2], NW=8, num_warps=8,
     )  # fmt: skip
     *held, _, bias = tensors_of(down, down_bias)
     down_kernel[(out.shape[1] // 16, tokens)](
         hidden, ids, chunks, gates, *table, *held, bias, out, *strides, **_sizes(down), **common, BIAS=down_bias is not None,
-        CAP=ahead[1], maxnreg=ahead[3],
+        NW=ahead[1], num_warps=ahead[1], maxnreg=ahead[3],
     )  # fmt: skip
     return out
 
 
 def group_ffn(
     x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, up: EncodedWeight, up_bias: Tensor | None, down: EncodedWeight,
-    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, cut: tuple = (8, None, 8, 8, None, 0),
+    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, cut: tuple = (8, 80, 4, 8, 4, None, 2, 0),
 ) -> Tensor:  # fmt: skip
     """The expert block for several tokens, [T, H_out]: planes are read once for all pairs of an expert."""
     (tokens, active), experts, pairs, device = ids.shape, up.offset.shape[0], ids.numel(), x.device
@@ -88,15 +88,16 @@ def group_ffn(
     )  # fmt: skip
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
     out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=device)
-    up_cap, up_regs, down_cap, rt, down_regs, major = cut
-    _group(bits, order, ks, entries, up, up_bias, hidden, active, activation, up_cap, 8, 1, up_regs)
+    up_cap, up_regs, tiles, down_cap, rt, down_regs, down_tiles, major = cut
+    least = given.k_min
+    _group(bits, order, ks, entries, up, up_bias, hidden, active, activation, up_cap, 8, 1, up_regs, tiles, least)
     if major:
         *held, _, bias = tensors_of(down, down_bias)
-        common = {"A": active, "N": triton.next_power_of_2(active), "K_MIN": given.k_min, "NW": 8, "num_warps": 8}
+        common = {"A": active, "N": triton.next_power_of_2(active), "K_MIN": given.k_min, "NW": down_cap, "num_warps": down_cap}
         down_kernel[(out.shape[1] // 16, tokens)](
             hidden, ids, chunks, gates, given.residuals, given.budget, given.k_max, *held, bias, out,
             *strides_of(ids, chunks, gates), *row, each, RULE=GIVEN, **_sizes(down), **common, BIAS=down_bias is not None,
-            CAP=down_cap, maxnreg=down_regs, **pdl,
+            maxnreg=down_regs, **pdl,
         )  # fmt: skip
         return out
     inner = torch.empty(pairs, triton.cdiv(down.in_features, 256) * 256, dtype=torch.int32, device=device)
@@ -104,17 +105,17 @@ def group_ffn(
         hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, num_warps=4, **pdl
     )
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
-    _group(inner, order, ks, entries, down, down_bias, rows, 1, "", down_cap, 1, rt, down_regs)
+    _group(inner, order, ks, entries, down, down_bias, rows, 1, "", down_cap, 1, rt, down_regs, down_tiles, least)
     combine(rows, ids, chunks, gates, experts, out)
     return out
 
 
-def _group(bits, order, ks, entries, weight, bias, out, sharing, activation, cap, nwk, rt, regs) -> None:
+def _group(bits, order, ks, entries, weight, bias, out, sharing, activation, cap, nwk, rt, regs, tiles, least) -> None:
     *held, _, own = tensors_of(weight, bias)
     sizes = _sizes(weight)
     del sizes["E"]
-    group_kernel[(triton.cdiv(out.shape[1], 16 * rt), entries.shape[0])](
+    group_kernel[(triton.cdiv(out.shape[1], 16 * rt * tiles), entries.shape[0])](
         bits, order, ks, entries, *held, own, out, sharing, **sizes, GATED=activation != "" and is_gated(activation),
-        ACT=activation, BIAS=bias is not None, CAP=cap, NWK=nwk, RT=rt, PDL=True, num_warps=nwk * rt, launch_pdl=True,
+        ACT=activation, BIAS=bias is not None, CAP=cap, NWK=nwk, RT=rt, TILES=tiles, LEAST=least, PDL=True, num_warps=nwk * rt, launch_pdl=True,
         maxnreg=regs,
     )  # fmt: skip
