@@ -48,9 +48,8 @@ def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node) -> fx.Node:
     x, ids, gates, _, *weights = expert.args
     _, _, *table = chunks.args
     if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
-        return graph.call_function(
-            ops.threshold_ffn.default, (x, ids, gates, *table, *weights[:12]), name="threshold_ffn"
-        )  # fmt: skip
+        arguments = (x, ids, gates, *table, *weights[:12])
+        return graph.call_function(ops.threshold_ffn.default, arguments, name="threshold_ffn")
     residuals, budget, k_max, *rest = table  # k_min, convex
     arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
     return graph.call_function(ops.routed_ffn.default, arguments, name="routed_ffn")
