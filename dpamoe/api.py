@@ -283,7 +283,8 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
     pairs by number of planes, 0 for those that were skipped; share_at_k_max: share of the pairs that read as many planes as
     the model may read; bytes_per_token: bytes of expert weights, scales included, that one token on its own reads in all
     layers (tokens of a batch that select the same expert share them); drift: mean_planes less the budget, which the allocator
-    "threshold" keeps to on average only; sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if
+    "threshold" keeps to on average only; shift: octaves by which the thresholds are raised to hold it, mean over sites, None if
+    they are not (`SpendSpec.hold`); sites: {path: {"mean_planes", "bytes_per_token", "histogram"}}. Raises ValueError if
     the model is not transformed.
     """
     held = held_experts(model)
@@ -296,10 +297,11 @@ def stats(model: nn.Module, reset: bool = False) -> dict:
         for experts in held.values():
             experts.spent.zero_()
             experts.skipped.zero_()
-    pairs, mean = sum(total), _mean_planes(total)
+    pairs, mean, first = sum(total), _mean_planes(total), next(iter(held.values()))
     return {
         "mean_planes": mean,
-        "drift": None if mean is None else mean - next(iter(held.values())).spend.budget,
+        "drift": None if mean is None else mean - first.spend.budget,
+        "shift": sum(float(e.shift) for e in held.values()) / len(held) if first.follows else None,
         "pairs": pairs,
         "tokens": max(tokens.values()),
         "histogram": _histogram(total),

@@ -15,7 +15,7 @@ from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 from dpamoe.sites import Site, chosen
 from dpamoe.spec import EncodeSpec, SpendSpec
-from dpamoe.threshold import ALWAYS, Layer, falls, level_for, thresholds
+from dpamoe.threshold import ALWAYS, Layer, curve, falls, follow, level_for, thresholds
 
 
 class TensorList(nn.Module):
@@ -97,7 +97,8 @@ class EncodedExperts(nn.Module):
     The budget (fp32 0-d) and k_max (int 0-d) are buffers, so changing them recompiles nothing. residuals fp32 [E, C + 1],
     column k the error of an expert with k planes, always whole. Encoded tensors, residuals and budget keep their dtype when
     the model is cast. parameters: those that the site's programs read. `spent` counts the pairs with each number of planes,
-    padding under 0, and `skipped` those among them that hold an expert.
+    padding under 0, and `skipped` those among them that hold an expert. `target` and `shift`: planes per pair that calibration
+    text got here from the thresholds, and octaves by which they are raised to hold it.
     """
 
     def __init__(
@@ -127,6 +128,8 @@ class EncodedExperts(nn.Module):
         self.register_buffer("sensitivity", None)  # until they are measured
         self.register_buffer("gate_counts", None)
         self.register_buffer("thresholds", torch.full_like(residuals[:, 1:], ALWAYS), persistent=False)
+        self.register_buffer("target", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("shift", torch.zeros((), device=device), persistent=False)
         self.level: float | None = None
 
     def set_spend(self, spend: SpendSpec, level: float | None = None) -> None:
@@ -141,6 +144,7 @@ class EncodedExperts(nn.Module):
             level = level_for([self.priced(spend)], spend.budget)
         self.spend, self.uniform_from, self.level = spend, start, level
         self.budget.fill_(spend.budget)
+        self.shift.zero_()
         with _brought(self):
             self._set_table()
             self.uniform_table = self.table
@@ -172,7 +176,14 @@ class EncodedExperts(nn.Module):
         self.table = allocation_table(self.residuals, self.spend.allocation, self.spec.k_min, self.spend.skip)
         self.convex = not self.table.is_meta and is_convex(self.table, self.least)
         if self.level is not None:
-            self.thresholds.copy_(thresholds(self.priced(self.spend).worth, self.level))
+            layer = self.priced(self.spend)
+            self.thresholds.copy_(thresholds(layer.worth, self.level))
+            self.target.fill_(curve([layer])(self.level))
+
+    @property
+    def follows(self) -> bool:
+        """Whether the thresholds follow what is spent."""
+        return self.spend.hold and self.spend.allocator == "threshold"
 
     @property
     def least(self) -> int:
@@ -182,14 +193,18 @@ class EncodedExperts(nn.Module):
     def allocate(self, index: Tensor, weights: Tensor) -> Tensor:
         """Planes for each selected expert, int32 [T, A]."""
         allocation, table, scope, convex = self.spend.allocation, self.table, self.spend.scope, self.convex
-        if self.uniform_from is not None and index.shape[0] >= self.uniform_from:
+        if self._falls_back(index):
             allocation, table, scope, convex = "uniform", self.uniform_table, "token", not self.spend.skip
         arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.least, convex)
         if self.spend.allocator == "threshold" and allocation == "dpa":
-            return torch.ops.dpamoe.allocate_threshold(weights, index, self.thresholds, self.k_max)
+            own = self.thresholds * self.shift.exp2() if self.follows else self.thresholds
+            return torch.ops.dpamoe.allocate_threshold(weights, index, own, self.k_max)
         if scope == "dispatch":
             return torch.ops.dpamoe.allocate_dispatch(*arguments)
         return torch.ops.dpamoe.allocate(*arguments)
+
+    def _falls_back(self, index: Tensor) -> bool:
+        return self.uniform_from is not None and index.shape[0] >= self.uniform_from
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         rows = hidden_states.flatten(0, -2)
@@ -202,6 +217,8 @@ class EncodedExperts(nn.Module):
         self.spent.add_((chunks.flatten()[:, None] == planes).sum(0))  # compiled: one kernel, where a scatter also copies
         if self.spend.skip:
             self.skipped.add_(((chunks == 0) & (index >= 0) & (index < self.site.experts)).sum())
+        if self.follows and not self._falls_back(index):
+            follow(self.shift, chunks, (index >= 0) & (index < self.site.experts), self.target)
         result = self.compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)

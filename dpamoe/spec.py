@@ -56,6 +56,9 @@ class SpendSpec:
     elsewhere; the gates of the others stay as they are. Budgets from 0 on are then in range. allocator: "exact" spends the
     budget on every token, "threshold" on average over tokens and layers: each expert compares its gate with numbers that
     calibration text fixed, a token may get more or less than the budget, and the average drifts a little on other text.
+    hold: the numbers follow the text slowly, so that the average comes back to the budget; what a token gets then depends on
+    what was computed before it, from `set_spend` on. Without it the average was off by up to 3.2 % on texts of other kinds.
+    The allocator "exact" holds the budget anyway.
     """
 
     budget: float = 4.0
@@ -64,6 +67,7 @@ class SpendSpec:
     fallback: str | None = None
     skip: bool = False
     allocator: str = "exact"
+    hold: bool = False
 
     def __post_init__(self):
         if self.allocation not in ALLOCATIONS:
@@ -74,6 +78,8 @@ class SpendSpec:
             raise ValueError(f"fallback is {self.fallback!r}: use {' or '.join(FALLBACKS)}, or None")
         if not isinstance(self.skip, bool):
             raise ValueError(f"skip is {self.skip!r}: use True or False")
+        if not isinstance(self.hold, bool):
+            raise ValueError(f"hold is {self.hold!r}: use True or False")
         if self.allocator not in ALLOCATORS:
             raise ValueError(f"allocator is {self.allocator!r}: use {' or '.join(ALLOCATORS)}")
         if self.allocator == "threshold" and (self.allocation, self.scope) != ("dpa", "token"):

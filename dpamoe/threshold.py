@@ -14,6 +14,8 @@ from torch import Tensor
 LOWEST, OCTAVES, PARTS = -40, 48, 4  # squared gates from 2^-40 to 2^8 are counted in quarters of an octave
 BINS = OCTAVES * PARTS
 ALWAYS = -1.0  # a threshold below every squared gate
+WINDOW = 4096  # pairs of a site that a held level follows: it moves by 0.01 planes then while the text stays of one kind
+FARTHEST = 16.0  # octaves that it moves at most, either way
 STEPS, RANGE = 64, 500.0  # halvings of the range of log2(level), which is -500 … 500: finer than fp64 can tell
 
 
@@ -63,6 +65,17 @@ def thresholds(worth: Tensor, level: float) -> Tensor:
     if level == 0:
         return torch.full(worth.shape, ALWAYS)
     return (level / worth).masked_fill(torch.isinf(worth), ALWAYS).float()
+
+
+def follow(shift: Tensor, chunks: Tensor, held: Tensor, target: Tensor) -> None:
+    """Raise a layer's level by the planes per pair beyond its target: shift fp32 0-d, in octaves, is changed in place.
+
+    chunks int [T, A]; held bool [T, A], False for padding; target fp32 0-d, planes per pair. One plane too many in WINDOW pairs
+    or more is an octave. An octave takes half a plane off a pair, or less, so that this goes on without swinging until the
+    average is met. No synchronisation.
+    """
+    beyond = (chunks - target * held).sum()
+    shift.add_(beyond / held.sum().clamp_min(WINDOW)).clamp_(-FARTHEST, FARTHEST)
 
 
 def curve(layers: Sequence[Layer]) -> Callable[[float], float]:

@@ -1,9 +1,31 @@
 """Allocation by rank selection: the fast exact path for convex residual tables, per token and per dispatch."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dpamoe.kernels import reference
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What `allocate` takes beside the experts of the pairs; its rows of residuals are convex from k_min on."""
+
+    gates: Tensor
+    residuals: Tensor
+    budget: Tensor
+    k_max: Tensor
+    k_min: int
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What `allocate_threshold` takes beside the experts of the pairs."""
+
+    gates: Tensor
+    thresholds: Tensor
+    k_max: Tensor
 
 
 def is_convex(residuals: Tensor, k_min: int) -> bool:

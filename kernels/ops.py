@@ -114,6 +114,12 @@ def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: in
         )
 
 
+def _check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor) -> None:
+    _check_pairs(expert_ids, gates=gates)
+    if thresholds.dim() != 2:
+        raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
+
+
 def _allocate(
     gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
 ) -> Tensor:
@@ -160,9 +166,12 @@ def _allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k
     gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
     gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once.
     """
-    _check_pairs(expert_ids, gates=gates)
-    if thresholds.dim() != 2:
-        raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
+    _check_thresholds(gates, expert_ids, thresholds)
+    if paths.has_triton(gates.device):
+        from dpamoe.kernels import triton_threshold
+
+        with torch.cuda.device_of(gates):
+            return triton_threshold.allocate_threshold(gates, expert_ids, thresholds, k_max)
     return reference.allocate_threshold(gates, expert_ids, thresholds, k_max)
 
 
@@ -244,11 +253,13 @@ def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
     return up, EncodedWeight(*parts[5:9], width, group_size)
 
 
-def _ffn_in_triton(x, expert_ids, gates, chunks, block: tuple, one_k: bool, limits: tuple | None = None) -> Tensor | None:
+def _ffn_in_triton(
+    x, expert_ids, gates, chunks, block: tuple, one_k: bool, source: allocation.Allocation | allocation.Thresholds | None = None
+) -> Tensor | None:
     """An expert block (up, its bias, down, its bias, activation) by the Triton kernels, or None where they do not compute it.
 
-    limits: residuals, budget, k_max and k_min of an allocation to be made on the way, which only the decode path can do, and
-    which writes chunks; without them chunks is read.
+    source: of planes to be allocated on the way, which only the decode path can do, and which writes chunks; without it
+    chunks is read.
     """
     up, _, down, _, activation = block
     if not _in_triton(x, expert_ids, up, down):
@@ -256,13 +267,12 @@ def _ffn_in_triton(x, expert_ids, gates, chunks, block: tuple, one_k: bool, limi
     from dpamoe.kernels import triton_experts
 
     few = _path(x, expert_ids, up, down.in_features, is_gated(activation)) == "decode"
-    if limits is not None and not few:
+    if source is not None and not few:
         return None
     arguments = (_with_unit_stride(x), expert_ids, gates, chunks, *block)
-    made = None if limits is None else triton_experts.Allocation(gates, *limits)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if few:
-            return triton_experts.decode_ffn(*arguments, made)
+            return triton_experts.decode_ffn(*arguments, source)
         return _many_tokens(x, (up, down), "prefill_ffn", *arguments, one_k)
 
 
@@ -287,7 +297,8 @@ def _routed_ffn(
         chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
         up, down = _opened(x, expert_ids, *both)
         block = (up, up_bias, down, down_bias, activation)
-        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k, (residuals, budget, k_max, k_min))
+        source = allocation.Allocation(gates, residuals, budget, k_max, k_min)
+        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k, source)
         if output is not None:
             return output, chunks
     chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
@@ -298,9 +309,38 @@ def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
     return x.new_empty(x.shape[0], rest[7].shape[1]), expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
+def _threshold_ffn(
+    x: Tensor, expert_ids: Tensor, gates: Tensor, thresholds: Tensor, k_max: Tensor,
+    up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
+    down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
+    down_bias: Tensor | None, activation: str, group_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`allocate_threshold` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and planes [T, A]."""
+    both = (
+        up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
+        activation, group_size,
+    )  # fmt: skip
+    if paths.has_triton(x.device):
+        _check_thresholds(gates, expert_ids, thresholds)
+        chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
+        up, down = _opened(x, expert_ids, *both)
+        block = (up, up_bias, down, down_bias, activation)
+        source = allocation.Thresholds(gates, thresholds, k_max)
+        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, False, source)
+        if output is not None:
+            return output, chunks
+    chunks = _allocate_threshold(gates, expert_ids, thresholds, k_max)
+    return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
+
+
+def _threshold_ffn_fake(x, expert_ids, gates, thresholds, k_max, *rest):
+    return x.new_empty(x.shape[0], rest[7].shape[1]), expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
+
+
 allocate = _define("allocate", _allocate, _allocate_fake)
 allocate_dispatch = _define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
 allocate_threshold = _define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
 expert_matmul = _define("expert_matmul", _expert_matmul, _expert_matmul_fake)
 expert_ffn = _define("expert_ffn", _expert_ffn, _expert_ffn_fake)
 routed_ffn = _define("routed_ffn", _routed_ffn, _routed_ffn_fake)
+threshold_ffn = _define("threshold_ffn", _threshold_ffn, _threshold_ffn_fake)

@@ -20,7 +20,7 @@ _LEAST_PAIRS, _MOST_PARTS = 512, 64  # pairs that one program adds up at least; 
 
 
 @triton.jit
-def _is_held(expert, experts):
+def is_held(expert, experts):
     return expert.to(tl.uint64) < experts  # negative ids turn into huge ones
 
 
@@ -31,7 +31,7 @@ def _finite(square):
 
 
 @triton.jit
-def _extra(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
+def extra_planes(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
     """Planes above k_min for `count` experts and for one at most; clamping before `reference.planes_to_spend` rounds."""
     limit = tl.maximum(tl.minimum(tl.load(k_max).to(tl.int32), C) - K_MIN, 0)
     average = tl.load(budget)
@@ -46,7 +46,7 @@ def _key(square, upper, lower):
 
 
 @triton.jit
-def _keys(row, column, square, limit, STEPS: tl.constexpr):
+def keys_of(row, column, square, limit, STEPS: tl.constexpr):
     """Tuple of the keys of each row's STEPS gains, forbidden from `limit` on; row: pointers to columns k_min."""
     keys = ()
     square, upper = _finite(square), tl.load(row)
@@ -58,21 +58,21 @@ def _keys(row, column, square, limit, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _given(row, column, square, first, own, keys, rival, extra, limit, STEPS: tl.constexpr, EACH: tl.constexpr):
+def given_planes(row, column, square, first, own, keys, rival, extra, limit, STEPS: tl.constexpr, EACH: tl.constexpr):
     """How many of its own planes each lane gets, int32 [1, L]: of EACH, the `first`-th of its slot on.
 
     row, square, first, own (slot), extra: of each lane, [1, L] or scalar; keys, rival (slot): of each rival, [N, 1]. Gains
     fall, so that a slot's planes are given in order and need no comparison among each other.
     """
     square, upper = _finite(square), tl.load(row + first * column, mask=first < STEPS, other=0.0)
-    taken = tl.zeros_like(first)
+    taken = first * 0  # not tl.zeros_like, which Gluon does not know: it shares this function
     wins_ties, itself = (rival < own).to(tl.int32), tl.where(rival == own, _NEVER_BELOW, 0)
     for i in tl.static_range(EACH):
         step = first + i
         lower = tl.load(row + (step + 1) * column, mask=step < STEPS, other=0.0)
         bar = (_key(square, upper, lower) | itself) - wins_ties
         upper = lower
-        ahead = tl.zeros_like(bar + step)
+        ahead = (bar + step) * 0
         for j in tl.static_range(STEPS):
             ahead += (keys[j] > bar).to(tl.int32)
         rank = tl.sum(ahead, 0, keep_dims=True) + step
@@ -103,15 +103,15 @@ def planes_of_slot(
     expert = tl.load(expert_ids + rival * ids_column, mask=rival < A, other=-1)
     own_gate = tl.load(gates + slot * gates_column).to(tl.float32)
     gate = tl.load(gates + rival * gates_column, mask=rival < A, other=0.0).to(tl.float32)
-    own_held, held = _is_held(own_expert, experts), _is_held(expert, experts)
+    own_held, held = is_held(own_expert, experts), is_held(expert, experts)
     count = tl.sum(held.to(tl.int32) + tl.zeros([A_PAD, LANES], tl.int32), 0, keep_dims=True)
-    extra, limit = _extra(budget + tl.cast(token, tl.int64) * budget_row, k_max, count, K_MIN, C)
+    extra, limit = extra_planes(budget + tl.cast(token, tl.int64) * budget_row, k_max, count, K_MIN, C)
     residuals += K_MIN * residuals_column
     row = residuals + tl.where(held, expert, 0).to(tl.int32) * residuals_row
-    keys = _keys(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
+    keys = keys_of(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
     own_row = residuals + tl.where(own_held, own_expert, 0).to(tl.int32) * residuals_row
     first = tl.arange(0, LANES)[None, :] * EACH
-    taken = _given(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
+    taken = given_planes(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
     return tl.where(own_held, tl.sum(tl.sum(taken, 1), 0) + K_MIN, 0)
 
 
@@ -122,8 +122,8 @@ def _token(pairs, budget, k_max, token, experts, budget_row, K_MIN: tl.constexpr
     token, slot = tl.cast(token, tl.int64), tl.arange(0, A_PAD)
     expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=slot < A, other=-1)
     gate = tl.load(gates + token * gates_row + slot * gates_column, mask=slot < A, other=0.0)
-    held = _is_held(expert, experts)
-    extra, limit = _extra(budget + token * budget_row, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
+    held = is_held(expert, experts)
+    extra, limit = extra_planes(budget + token * budget_row, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
     return gate, tl.where(held, expert, 0).to(tl.int32), held, extra, limit
 
 
@@ -132,9 +132,9 @@ def _by_rank(row, column, square, held, extra, limit, STEPS: tl.constexpr):
     """Planes above k_min by rank selection, int32 [N]; row: pointers [N] to columns k_min. N * N compares for two steps."""
     slot = tl.arange(0, held.shape[0])
     rival, own = slot[:, None], slot[None, :]
-    keys = _keys(row[:, None], column, square[:, None], tl.where(held, limit, 0)[:, None], STEPS)
+    keys = keys_of(row[:, None], column, square[:, None], tl.where(held, limit, 0)[:, None], STEPS)
     first = tl.zeros_like(own)
-    return tl.sum(_given(row[None, :], column, square[None, :], first, own, keys, rival, extra, limit, STEPS, STEPS), 0)
+    return tl.sum(given_planes(row[None, :], column, square[None, :], first, own, keys, rival, extra, limit, STEPS, STEPS), 0)
 
 
 @triton.jit
@@ -306,7 +306,7 @@ def _dispatch_kernel(
     else:
         total = _sum_of_parts(parts, part_count, experts, E_PAD, ROWS)
     held = (expert < experts) & (total != _UNSEEN)
-    extra, limit = _extra(budget, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
+    extra, limit = extra_planes(budget, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
     row = residuals + tl.where(held, expert, 0) * residuals_row + K_MIN * residuals_column
     square = total.to(tl.float32)
     chosen = _by_threshold(row, residuals_column, square, held, extra, limit, STEPS)
@@ -325,7 +325,7 @@ def _hand_out(expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_co
     """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]."""
     pair = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
-    tl.store(chunks + pair, tl.load(planes + expert, mask=_is_held(expert, experts), other=0), mask=pair < pairs)
+    tl.store(chunks + pair, tl.load(planes + expert, mask=is_held(expert, experts), other=0), mask=pair < pairs)
 
 
 def _options(warps: int) -> dict:

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
 from dpamoe.kernels.triton_allocate import planes_of_slot
+from dpamoe.kernels.triton_threshold import planes_above
 from dpamoe.kernels.triton_unpack import OFFSET_STEPS, bit_sums, prepare, tied_scale
 
 
@@ -100,32 +101,52 @@ def _finish(first, second, bias, at, live, OUT: tl.constexpr, ACT: tl.constexpr,
 
 
 @triton.jit
+def _planes_of_pair(
+    given, gates, ids, table, budget, k_max, token, slot, expert, gates_token, gates_slot, ids_token, ids_slot,
+    table_row, table_column, budget_token, E: tl.constexpr, C: tl.constexpr, A: tl.constexpr,
+    RULE: tl.constexpr, K_MIN: tl.constexpr, COLUMNS: tl.constexpr, A_PAD: tl.constexpr,
+):  # fmt: skip
+    """k of one pair by a rule of `up_kernel`, int32 scalar; given: pointer to where it stands if the rule is that."""
+    if RULE == "rank":
+        k = planes_of_slot(
+            gates, ids, table, budget, k_max, token, slot, E, gates_token, gates_slot, ids_token, ids_slot,
+            table_row, table_column, budget_token, K_MIN, C, A, A_PAD,
+        )  # fmt: skip
+    elif RULE == "threshold":
+        gate = tl.load(gates + token * gates_token + slot * gates_slot)
+        k = planes_above(gate, expert, table, k_max, E, table_row, table_column, COLUMNS)
+    else:
+        k = tl.load(given)
+    return k
+
+
+@triton.jit
 def up_kernel(
-    x, ids, chunks, gates, residuals, budget, k_max, planes, scales, offset, unit, bias, out,
-    x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, residuals_row, residuals_column,
+    x, ids, chunks, gates, table, budget, k_max, planes, scales, offset, unit, bias, out,
+    x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, table_row, table_column,
     budget_token,
     A: tl.constexpr, E: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr, TIED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
-    UNITS: tl.constexpr, ROWS: tl.constexpr, ALLOCATE: tl.constexpr, K_MIN: tl.constexpr, A_PAD: tl.constexpr,
-    ASM: tl.constexpr,
+    UNITS: tl.constexpr, ROWS: tl.constexpr, RULE: tl.constexpr, K_MIN: tl.constexpr, COLUMNS: tl.constexpr,
+    A_PAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One pair, ROWS rows of its expert: out[pair, row] = act(W_k x + bias).
 
-    ALLOCATE: k comes from the gates, by rank selection in every program, and the first one of a pair writes it to chunks.
+    RULE: "given", k is read from chunks; else it comes from the gates in every program, and the first one of a pair writes it
+    there: "rank", by rank selection over a table of residuals, "threshold", by the COLUMNS thresholds of a table.
     """
     pair, tile = tl.program_id(0), tl.program_id(1)
     token, slot = pair // A, pair % A
     own = chunks + token * chunks_token + slot * chunks_slot
-    if ALLOCATE:
-        k = planes_of_slot(
-            gates, ids, residuals, budget, k_max, token, slot, E, gates_token, gates_slot, ids_token, ids_slot,
-            residuals_row, residuals_column, budget_token, K_MIN, C, A, A_PAD,
-        )  # fmt: skip
+    expert = tl.load(ids + token * ids_token + slot * ids_slot)
+    k = _planes_of_pair(
+        own, gates, ids, table, budget, k_max, token, slot, expert, gates_token, gates_slot, ids_token, ids_slot,
+        table_row, table_column, budget_token, E, C, A, RULE, K_MIN, COLUMNS, A_PAD,
+    )  # fmt: skip
+    if RULE != "given":  # noqa: SIM102
         if tile == 0:
             tl.store(own, k)
-    else:
-        k = tl.load(own)
-    expert = tl.load(ids + token * ids_token + slot * ids_slot).to(tl.int32)
+    expert = expert.to(tl.int32)
     width: tl.constexpr = OUT // 2 if GATED else OUT
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None, None]
     k = tl.where((expert >= 0) & (expert < E), k, 0)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dpamoe.kernels.allocation import Allocation, Thresholds
 from dpamoe.kernels.layout import EncodedWeight, group_width, groups_of
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_decode import down_kernel, up_kernel
@@ -90,38 +91,41 @@ def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride())
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """What `allocate` takes beside the pairs; its rows of residuals are convex from k_min on."""
+def rule_of(source: Allocation | Thresholds | None, chunks: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict]:
+    """Where `up_kernel` has k from: gates, table, budget and k_max; strides of the table and of the budget; its constants.
 
-    gates: Tensor
-    residuals: Tensor
-    budget: Tensor
-    k_max: Tensor
-    k_min: int
+    Tensors that its rule does not read are stood in for.
+    """
+    if source is None:
+        return (chunks,) * 4, (0, 0, 0), {"RULE": "given", "K_MIN": 0, "COLUMNS": 0}
+    if isinstance(source, Thresholds):
+        table = source.thresholds
+        constants = {"RULE": "threshold", "K_MIN": 0, "COLUMNS": table.shape[1]}
+        return (source.gates, table, table, source.k_max), (*table.stride(), 0), constants
+    table, budget = source.residuals, source.budget
+    strides = (*table.stride(), budget.stride(0) if budget.dim() else 0)
+    return (source.gates, table, budget, source.k_max), strides, {"RULE": "rank", "K_MIN": source.k_min, "COLUMNS": 0}
 
 
 def decode_up(
     x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None, act: str, out: Tensor,
-    allocation: Allocation | None = None,
+    source: Allocation | Thresholds | None = None,
 ) -> None:  # fmt: skip
     """out [P, rows] = act(W_k x + bias) for every pair; x [T, I] or [T, A, I], unit stride along I.
 
-    With an allocation chunks is written, else it is read.
+    With a source of k chunks is written, else it is read.
     """
     tokens, active = ids.shape
     block, per_program = block_of(weight), 8 if x.is_cuda else 64
     slot = x.stride(1) if x.dim() == 3 else 0
-    given = allocation or Allocation(chunks, chunks, chunks, chunks, 0)
-    strides = (0, 0) if allocation is None else given.residuals.stride()
-    each = given.budget.stride(0) if allocation is not None and given.budget.dim() else 0
+    tables, strides, rule = rule_of(source, chunks)
     up_kernel[(tokens * active, triton.cdiv(out.shape[-1], per_program))](
-        x, ids, chunks, given.gates, given.residuals, given.budget, given.k_max, *tensors_of(weight, bias), out,
-        x.stride(0), slot, *strides_of(ids, chunks, given.gates), *strides, each,
+        x, ids, chunks, *tables, *tensors_of(weight, bias), out, x.stride(0), slot,
+        *strides_of(ids, chunks, tables[0]), *strides,
         A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), BLOCK=block, ROWS=per_program,
         UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))),
-        ALLOCATE=allocation is not None, K_MIN=given.k_min, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
+        **rule, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
     )  # fmt: skip
 
 
@@ -215,12 +219,12 @@ def prefill_product(
         )  # fmt: skip
 
 
-def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, allocation=None) -> Tensor:
-    """The expert block for few tokens, [T, H_out]: two launches. With an allocation chunks is written on the way."""
+def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, source=None) -> Tensor:
+    """The expert block for few tokens, [T, H_out]: two launches. With a source of k chunks is written on the way."""
     tokens, active = ids.shape
     hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
     out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=x.device)
-    decode_up(x, ids, chunks, up, up_bias, activation, hidden, allocation)
+    decode_up(x, ids, chunks, up, up_bias, activation, hidden, source)
     decode_down(hidden, ids, chunks, gates, down, down_bias, out)
     return out
 

@@ -6,32 +6,29 @@ import torch
 from torch import fx
 
 ops = torch.ops.dpamoe
+READERS = (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn, ops.threshold_ffn)  # of ids and gates
 
 
 def fuse_allocation(gm: fx.GraphModule) -> int:
     """Turn every `allocate` whose planes one `expert_ffn` with the same ids and gates reads into `routed_ffn`, in place.
 
-    Other readers of the planes, such as counters, read them from the fused op. Returns how many pairs were fused.
+    `allocate_threshold` becomes `threshold_ffn` likewise. Other readers of the planes, such as counters, read them from the
+    fused op. Returns how many pairs were fused.
     """
     fused = 0
     for expert in list(gm.graph.nodes):
         if not _is(expert, ops.expert_ffn):
             continue
-        x, ids, gates, chunks, *weights = expert.args
-        if not _is(chunks, ops.allocate) or chunks.args[0] is not gates or chunks.args[1] is not ids:
+        ids, gates, chunks = expert.args[1:4]
+        if not _allocates(chunks) or chunks.args[0] is not gates or chunks.args[1] is not ids:
             continue
         if sum(_is(user, ops.expert_ffn) for user in chunks.users) > 1:
             continue
-        _, _, residuals, budget, k_max, *rest = chunks.args  # k_min, convex
         readers = [user for user in chunks.users if user is not expert]
         with gm.graph.inserting_before(min([expert, *readers])):
-            routed = gm.graph.call_function(
-                ops.routed_ffn.default,
-                (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:]),
-                name="routed_ffn",
-            )
-            output = gm.graph.call_function(operator.getitem, (routed, 0))
-            spent = gm.graph.call_function(operator.getitem, (routed, 1))
+            both = _both(gm.graph, expert, chunks)
+            output = gm.graph.call_function(operator.getitem, (both, 0))
+            spent = gm.graph.call_function(operator.getitem, (both, 1))
         expert.replace_all_uses_with(output)
         gm.graph.erase_node(expert)
         chunks.replace_all_uses_with(spent)
@@ -42,6 +39,22 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
     return fused
 
 
+def _allocates(node: object) -> bool:
+    return _is(node, ops.allocate) or _is(node, ops.allocate_threshold)
+
+
+def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node) -> fx.Node:
+    """The one op that allocates as `chunks` does and computes `expert`."""
+    x, ids, gates, _, *weights = expert.args
+    _, _, *table = chunks.args
+    if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
+        arguments = (x, ids, gates, *table, *weights[:12])
+        return graph.call_function(ops.threshold_ffn.default, arguments, name="threshold_ffn")
+    residuals, budget, k_max, *rest = table  # k_min, convex
+    arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
+    return graph.call_function(ops.routed_ffn.default, arguments, name="routed_ffn")
+
+
 def drop_widening_casts(gm: fx.GraphModule) -> int:
     """Feed the allocator's and the experts' ops the router's tensors as they are, past casts that lose nothing; in place.
 
@@ -49,7 +62,7 @@ def drop_widening_casts(gm: fx.GraphModule) -> int:
     """
     dropped = 0
     for node in list(gm.graph.nodes):
-        if not any(_is(node, op) for op in (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn)):
+        if not any(_is(node, op) for op in READERS):
             continue
         for argument in node.args[:3]:
             source = _widened(argument) if isinstance(argument, fx.Node) else None

@@ -25,13 +25,15 @@ from dpamoe.kernels import (
     triton_experts,
     triton_prefill,
     triton_sort,
+    triton_threshold,
 )
 
 EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
 TYPES = {
     "x": "*bf16", "ids": "*i64", "chunks": "*i32", "gates": "*bf16", "planes": ("*u8",) * PLANES,
     "scales": ("*fp16",) * PLANES, "offset": "*fp16", "unit": "*fp16", "bias": "*fp16", "out": "*bf16",
-    "residuals": "*fp32", "budget": "*fp32", "k_max": "*i32", "factor": "*fp32", "order": "*i32", "levels": "*i32",
+    "residuals": "*fp32", "table": "*fp32", "thresholds": "*fp32", "budget": "*fp32", "k_max": "*i32",
+    "factor": "*fp32", "order": "*i32", "levels": "*i32",
     "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
@@ -63,13 +65,20 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, **options
 
 
 def decode(card):
-    """The two decode kernels; the second with many and with few tokens."""
+    """The two decode kernels; the first with every source of k, the second with many and with few tokens."""
     alone = {"A": ACTIVE, "BLOCK": 128, "ROWS": 8}
-    up = UP | alone | {"UNITS": 16, "ALLOCATE": True, "K_MIN": 2, "A_PAD": ACTIVE}
+    up = UP | alone | {"UNITS": 16, "A_PAD": ACTIVE}
+    rules = {
+        "given": {"RULE": "given", "K_MIN": 0, "COLUMNS": 0},
+        "rank": {"RULE": "rank", "K_MIN": 2, "COLUMNS": 0},
+        "threshold": {"RULE": "threshold", "K_MIN": 0, "COLUMNS": PLANES},
+    }
     down = DOWN | alone
     hidden = {"x": "*fp32"}
     return {
-        "up": compile_for(card, triton_decode.up_kernel, up, {"out": "*fp32"}, num_warps=4),
+        f"up {rule}": compile_for(card, triton_decode.up_kernel, up | constants, {"out": "*fp32"}, num_warps=4)
+        for rule, constants in rules.items()
+    } | {
         "down": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 16}, hidden, num_warps=4),
         "down few": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 32}, hidden, num_warps=8),
     }
@@ -115,7 +124,7 @@ def around(card):
 
 
 def allocate(card):
-    """Per token and per dispatch, by rank selection and by the exact programme."""
+    """Per token and per dispatch, by rank selection and by the exact programme; by thresholds."""
     types = {"expert_ids": "*i64", "gates": "*fp32", "parts": "*fp64", "numbers": "*fp64", "picks": "*i8"}
     limit = {"num_stages": 1}
     found = {}
@@ -129,6 +138,8 @@ def allocate(card):
         found[f"dispatch {convex}"] = compile_for(
             card, triton_allocate._dispatch_kernel, dispatch, planes, num_warps=8, maxnreg=255, **limit
         )
+    cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK}
+    found["threshold"] = compile_for(card, triton_threshold.threshold_kernel, cut, types, num_warps=4)
     return found
 
 

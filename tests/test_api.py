@@ -408,6 +408,23 @@ def test_thresholds_spend_on_average(random_model, random_ids, family):
     assert dpamoe.stats(model)["drift"] == 0 and {experts.level for experts in held.values()} == {None}
 
 
+def test_a_held_budget_on_text_of_another_kind(random_model, random_ids):
+    model, text = random_model("qwen3_moe"), random_ids(16, 125)
+    settings = {"calibration": text, "spec": dpamoe.EncodeSpec(group_size=32)}
+    dpamoe.transform(model, 4.0, **settings, allocator="threshold")
+    few_words, found = text % 7 + 3, {}
+    for hold in (False, True):
+        dpamoe.set_spend(model, hold=hold)
+        for _ in range(7):
+            dpamoe.stats(model, reset=True)
+            logits(model, few_words)
+        found[hold] = dpamoe.stats(model)
+    assert abs(found[False]["drift"]) > 0.04 > 0.01 > abs(found[True]["drift"])  # measured -.060 and .000
+    assert found[False]["shift"] is None and found[True]["shift"] < 0  # too few planes: thresholds were lowered
+    dpamoe.set_spend(model, allocator="exact")
+    assert dpamoe.stats(model)["shift"] is None
+
+
 def test_thresholds_that_were_not_measured(transformed):
     _, model = transformed("qwen3_moe")
     before = {experts.spend for experts in encoded_experts(model).values()}

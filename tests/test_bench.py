@@ -159,9 +159,9 @@ def test_whole_models(folder, run):
         assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"]) and row["memory_bytes"] is None
         assert list(row["ttft_ms"]) == ["8", "16"] and all(ms > 0 for ms in row["ttft_ms"].values())
     assert list(rows[0]["speedup"]) == ["grouped_mm", "batched_mm"] and "speedup" not in rows[2]
-    # bf16 experts: 2 layers x 8 experts x 6144 weights; encoded: planes, offsets, and tables, budget, k_max and counters beside
+    # bf16 experts: 2 layers x 8 experts x 6144 weights; encoded: planes, offsets, and tables, four numbers and counters beside
     plain, encoded = rows[2]["weight_bytes"] - 2 * 8 * 6144 * 2, rows[0]["weight_bytes"] - 2 * 8 * (8 * PLANE + FIXED)
-    assert encoded - plain == 2 * (8 * 9 * 4 + 8 * 8 * 4 + 4 + 4 + 9 * 8 + 8)
+    assert encoded - plain == 2 * (8 * 9 * 4 + 8 * 8 * 4 + 4 * 4 + 9 * 8 + 8)
 
 
 def test_a_whole_model_at_a_time_in_either_order(folder, monkeypatch):

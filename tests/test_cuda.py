@@ -53,6 +53,28 @@ def test_chunks_are_equal_on_both_devices(tiny_dir):
             assert torch.equal(here, there.cpu())
 
 
+def test_a_held_budget_is_followed_without_a_synchronisation(tiny_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    dpamoe.transform(model, 3.0, calibration=torch.arange(5, 2000), allocator="threshold")
+    dpamoe.set_spend(model, hold=True)
+    experts = next(iter(encoded_experts(model).values()))
+    generator = torch.Generator().manual_seed(1)
+    index = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(64)])
+    call = torch.randn(64, experts.site.hidden, generator=generator).bfloat16(), index, torch.rand(64, 4, generator=generator)
+    there = copy.deepcopy(experts).cuda()
+    moved = [t.cuda() for t in call]
+    there(*moved)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there(*moved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for _ in range(2):
+        experts(*call)
+    assert float(there.shift) == pytest.approx(float(experts.shift), rel=1e-5) and float(experts.shift) != 0
+    assert torch.equal(there.spent.cpu(), experts.spent)
+
+
 def test_transform_on_cuda_in_bf16_generates(tiny_dir):
     model = AutoModelForCausalLM.from_pretrained(tiny_dir).cuda()
     dpamoe.transform(model, 4.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dpamoe.kernels import allocation, layout, ops, paths
+from dpamoe.kernels import allocation, layout, ops, paths, reference
 from dpamoe.kernels.layout import EncodedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -46,6 +46,13 @@ def routing(tokens, seed=0):
     return x.bfloat16(), ids, gates, chunks
 
 
+def thresholds(skip=True, seed=7):
+    """Thresholds fp32 [E, 8] for squared gates below 1, and k_max; an expert may be skipped or reads two planes at least."""
+    rows = torch.rand(EXPERTS, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).sort(1).values
+    rows[:, :2] = rows[:, 1:2] if skip else -1.0
+    return rows, torch.tensor(8, dtype=torch.int32, device="cuda")
+
+
 def decoded(weight, expert, k):
     """One expert from its first k planes, fp64."""
     value = weight.offset[expert].double().repeat_interleave(GROUP, -1)
@@ -60,7 +67,7 @@ def exact(layer, x, ids, gates, chunks, dtype=torch.float64):
     up, down = layer
     out = torch.zeros(x.shape[0], HIDDEN, dtype=torch.float64, device="cuda")
     for expert in ids.unique().tolist():
-        for k in chunks[ids == expert].unique().tolist():
+        for k in chunks[(ids == expert) & (chunks > 0)].unique().tolist():  # 0: skipped
             token, slot = ((ids == expert) & (chunks == k)).nonzero(as_tuple=True)
             both = F.linear(x[token].to(dtype), decoded(up, expert, k).to(dtype))
             hidden = F.silu(both[:, :INNER]) * both[:, INNER:]
@@ -141,6 +148,90 @@ def test_a_captured_graph_follows_routing_and_budget(layer, convex_table, path):
             expected, own = OPS.routed_ffn(*call)
             assert torch.equal(planes, own) and torch.equal(output, expected)
             assert planes.sum(1).unique().tolist() == [int(ACTIVE * k + 0.5)]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_thresholds_in_decode_against_float64(layer, tf32, tokens, skip):
+    x, ids, gates, _ = routing(tokens)
+    with paths.forced("decode"):
+        found, planes = OPS.threshold_ffn(x.float(), ids, gates, *thresholds(skip), *opened(layer), "silu_mul", GROUP)
+    expected = reference.allocate_threshold(gates, ids, *thresholds(skip))
+    assert torch.equal(planes, expected) and (tokens == 1 or (expected == 0).any() == skip)
+    assert error(found, exact(layer, x, ids, gates, planes)) < DECODE_ERROR
+
+
+@pytest.mark.parametrize(("tokens", "special"), [(64, True), (300, True), (300, False)])
+def test_thresholds_in_prefill_against_a_bf16_product(layer, monkeypatch, tokens, special):
+    if not special:
+        monkeypatch.setattr(ops, "_has_own_kernels", lambda *given: False)
+    x, ids, gates, _ = routing(tokens)
+    with paths.forced("prefill"):
+        found, planes = OPS.threshold_ffn(x, ids, gates, *thresholds(), *opened(layer), "silu_mul", GROUP)
+    assert torch.equal(planes, reference.allocate_threshold(gates, ids, *thresholds()))
+    expected = exact(layer, x, ids, gates, planes)
+    product = exact(layer, x, ids, gates, planes, torch.bfloat16).bfloat16()
+    assert error(found, expected) < PREFILL_FACTOR * error(product, expected)
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_thresholds_for_a_row_alone_and_in_a_batch(layer, path, dtype):
+    """Among the gates are roots of thresholds, and none; among the ids padding; gates and ids are as routers leave them."""
+    x, ids, gates, _ = routing(24)
+    table, k_max = thresholds()
+    gates = gates.to(dtype)
+    table[ids[3], 4] = gates[3].float().square()  # equal: not above
+    table[:, 4:] = table[:, 4:].sort(1).values
+    ids[5, 2], ids[6, 0], gates[7, 1] = EXPERTS, -1, float("nan")
+    expected = reference.allocate_threshold(gates.cpu(), ids.cpu(), table.cpu(), k_max.cpu())
+    with paths.forced(path):
+        for index in (ids, ids.int()):
+            found, planes = OPS.threshold_ffn(x, index, gates, table, k_max, *opened(layer), "silu_mul", GROUP)
+            assert torch.equal(planes.cpu(), expected) and planes[5, 2] == 0 and planes[7, 1] == 8
+            assert found.isnan().any(1).nonzero().flatten().tolist() == [7]
+        for row in (0, 3, 5, 23):
+            one = slice(row, row + 1)
+            alone, own = OPS.threshold_ffn(x[one], ids[one], gates[one], table, k_max, *opened(layer), "silu_mul", GROUP)
+            assert torch.equal(own, planes[one])
+            torch.testing.assert_close(alone, found[one], rtol=2e-2, atol=2e-2 * float(found[0].abs().max()))  # bf16
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_a_captured_graph_follows_gates_and_thresholds(layer, path):
+    table, k_max = thresholds()
+    x, ids, gates, _ = routing(16)
+    call = (x, ids, gates, table, k_max, *opened(layer), "silu_mul", GROUP)
+    with paths.forced(path):
+        OPS.threshold_ffn(*call)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, planes = OPS.threshold_ffn(*call)
+        seen = []
+        for seed, scale, most in ((5, 0.1, 8), (6, 1.0, 5)):
+            for held, fresh in zip((x, ids, gates), routing(16, seed), strict=False):
+                held.copy_(fresh)
+            table.copy_(thresholds(seed=seed)[0] * scale)
+            k_max.fill_(most)
+            output.fill_(float("nan"))
+            graph.replay()
+            expected, own = OPS.threshold_ffn(*call)
+            assert torch.equal(planes, own) and torch.equal(output, expected)
+            assert torch.equal(planes, reference.allocate_threshold(gates, ids, table, k_max)) and planes.max() == most
+            seen.append(float(planes.float().mean()))
+        assert seen[0] > seen[1] + 1
+
+
+def test_thresholds_without_a_synchronisation(layer):
+    x, ids, gates, _ = routing(512)
+    call = (x, ids, gates, *thresholds(), *opened(layer), "silu_mul", GROUP)
+    OPS.threshold_ffn(*call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _, found = OPS.threshold_ffn(*call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, reference.allocate_threshold(gates, ids, *thresholds()))
 
 
 @pytest.mark.parametrize("scope", ["allocate", "allocate_dispatch"])

@@ -123,18 +123,44 @@ def test_only_casts_that_lose_nothing_are_dropped(experts, given, gates, index, 
         torch.testing.assert_close(gm(*copies_of(example_inputs)), before, rtol=0, atol=0)
 
 
-def test_thresholds_take_the_routers_tensors_as_they_are(experts, snapshot):
-    """Nothing is fused yet: the planes come from an op of their own, which reads ids and gates past their casts."""
+@pytest.fixture
+def by_level(experts):
+    """The experts with planes by thresholds."""
     experts = copy.deepcopy(experts)
     gates, ids = torch.rand(500, 2, generator=torch.Generator().manual_seed(1)), inputs(500)[1]
     experts.set_importance(torch.tensor(1.0), count_gates(gates, ids, 8).int())
     experts.set_spend(dpamoe.SpendSpec(3.0, allocator="threshold"))
-    gm, example_inputs = captured(Casts(experts, torch.float32, torch.int64), *inputs(9, torch.bfloat16, torch.int32))
+    return experts
+
+
+HOW = {"plain": {}, "skip": {"skip": True}, "hold": {"hold": True}}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_thresholds_are_fused_and_the_numbers_hold(by_level, snapshot, how):
+    by_level.set_spend(dpamoe.SpendSpec(2.5, **HOW[how], allocator="threshold"))
+    gm, example_inputs = captured(by_level, *inputs())
+    assert ops(gm) == ["allocate_threshold", "expert_ffn"] and lines(gm) == snapshot(name="before")
+    held = [copies_of(example_inputs) for _ in range(2)]
+    with torch.no_grad():
+        before = gm(*held[0])
+        assert fuse_allocation(gm) == 1
+        after = gm(*held[1])
+    assert ops(gm) == ["threshold_ffn"] and lines(gm) == snapshot(name="after")
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    changed = [not torch.equal(a, b) for a, b in zip(held[0], example_inputs, strict=True)]
+    assert sum(changed) == 1 + len(HOW[how])  # the counters, how far the level is raised, and nothing else
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+
+
+def test_thresholds_take_the_routers_tensors_as_they_are(by_level):
+    gm, example_inputs = captured(Casts(by_level, torch.float32, torch.int64), *inputs(9, torch.bfloat16, torch.int32))
     with torch.no_grad():
         before = gm(*copies_of(example_inputs))
-        assert drop_widening_casts(gm) == 4 and fuse_allocation(gm) == 0
+        assert drop_widening_casts(gm) == 4 and fuse_allocation(gm) == 1
         after = gm(*copies_of(example_inputs))
-    assert ops(gm) == ["allocate_threshold", "expert_ffn"] and lines(gm) == snapshot
+    (fused,) = [node for node in gm.graph.nodes if node.name == "threshold_ffn"]
+    assert all(node.op == "placeholder" for node in fused.args[:5])
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
@@ -151,8 +177,9 @@ class Shared(nn.Module):
         return first + self.experts._fused(first, index, weights, chunks) if self.twice else first
 
 
+@pytest.mark.parametrize("kind", ["experts", "by_level"])
 @pytest.mark.parametrize("twice", [True, False])
-def test_other_uses_of_an_allocation_are_left_alone(experts, twice):
-    gm, _ = captured(Shared(experts, twice), *inputs())
+def test_other_uses_of_an_allocation_are_left_alone(request, kind, twice):
+    gm, _ = captured(Shared(request.getfixturevalue(kind), twice), *inputs())
     before = lines(gm)
     assert fuse_allocation(gm) == 0 and lines(gm) == before

@@ -287,6 +287,47 @@ def test_thresholds_need_no_new_graph_for_a_new_budget(weighed, routing, compile
     assert len(graphs) == 1 and spent[1] < spent[0] < spent[2]
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_held_budget_comes_back(weighed, routing, compiles, skip):
+    """On a stream of gates of another size; compiled, in one graph for all budgets."""
+    module, (hidden, index, weights) = weighed(), routing(2000)
+    backend, graphs = compiles
+    module.set_spend(SpendSpec(3.0, skip=skip, allocator="threshold", hold=True))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    for budget in (3.0, 4.0):
+        module.set_spend(SpendSpec(budget, skip=skip, allocator="threshold", hold=True))
+        assert float(module.target) == pytest.approx(budget, abs=1e-5) and float(module.shift) == 0  # starts anew
+        before = float(module.allocate(index, 2 * weights).float().mean())
+        for _ in range(8):
+            compiled(hidden, index, 2 * weights)
+        after = float(module.allocate(index, 2 * weights).float().mean())
+        assert abs(before - budget) > 0.3 and abs(after - budget) < 0.01 * budget
+    assert len(graphs) == 1
+
+
+def test_a_budget_that_is_not_held_has_no_history(weighed, routing):
+    module, inputs = weighed(), routing(300)
+    index, weights = inputs[1:]
+    plain, held = (SpendSpec(3.0, allocator="threshold", hold=hold) for hold in (False, True))
+    module.set_spend(plain)
+    expected, result = module.allocate(index, weights), module(*inputs)
+    module(inputs[0], index, 2 * weights)
+    assert torch.equal(module.allocate(index, weights), expected) and float(module.shift) == 0
+    module.set_spend(held)
+    assert torch.equal(module(*inputs), result)  # nothing was computed before
+    for _ in range(6):
+        module(inputs[0], index, 2 * weights)
+    assert not torch.equal(module.allocate(index, weights), expected)
+    shift = float(module.shift)
+    module(inputs[0], torch.full_like(index, EXPERTS), weights)  # padding
+    assert float(module.shift) == shift > 0
+    module.set_spend(plain)
+    assert torch.equal(module(*inputs), result)
+    module.set_spend(SpendSpec(3.0, hold=True))  # exact, which holds it anyway
+    module(*inputs)
+    assert float(module.shift) == 0 and module.allocate(index, weights).float().mean() == 3
+
+
 def test_dispatch_scope_gives_an_expert_one_k(experts, routing):
     module, (_, index, weights) = experts(), routing(20)
     module.set_spend(SpendSpec(3.0, scope="dispatch"))

@@ -33,6 +33,12 @@ def allocation(convex_table, budget=3.5, k_max=8):
     return convex_table(EXPERTS), torch.tensor(budget), torch.tensor(k_max, dtype=torch.int32)
 
 
+def levels(k_max=8):
+    """Thresholds and k_max: from skipped to all planes for gates of 3 experts, whose squares are below 1."""
+    rows = (torch.rand(EXPERTS, 8, generator=torch.Generator().manual_seed(5)) * 0.3).sort(1).values
+    return rows, torch.tensor(k_max, dtype=torch.int32)
+
+
 def rows(tokens, *shape):
     return torch.randn(tokens, *shape, WIDTH, generator=torch.Generator().manual_seed(3))
 
@@ -63,6 +69,7 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     both = (*opened(up, biases[0]), *opened(down, biases[1]), "silu_mul", GROUP)
     torch.library.opcheck(OPS.expert_ffn.default, (x, ids, gates, chunks, *both))
     torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2))
+    torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17])
@@ -76,6 +83,32 @@ def test_routed_ffn_is_allocate_then_expert_ffn(random_pairs, convex_table, up, 
     expected = OPS.expert_ffn(x, ids, gates, chunks, *both)
     assert expected.shape == x.shape
     assert torch.equal(OPS.routed_ffn(x, ids, gates, *table, *both, 2)[0], expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+@pytest.mark.parametrize("k_max", [3, 8])
+def test_threshold_ffn_is_allocate_threshold_then_expert_ffn(random_pairs, up, down, k_max, tokens):
+    ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
+    x, both = rows(tokens), (*opened(up), *opened(down), "silu_mul", GROUP)
+    chunks = OPS.allocate_threshold(gates, ids, *levels(k_max))
+    assert torch.equal(chunks, reference.allocate_threshold(gates, ids, *levels(k_max)))
+    found, planes = OPS.threshold_ffn(x, ids, gates, *levels(k_max), *both)
+    assert torch.equal(planes, chunks) and torch.equal(found, OPS.expert_ffn(x, ids, gates, chunks, *both))
+    if tokens == 17:
+        assert {0, 1, 2, 3} <= set(planes.flatten().tolist()) and planes.max() == k_max
+        one, own = OPS.threshold_ffn(x[5:6], ids[5:6], gates[5:6], *levels(k_max), *both)
+        assert torch.equal(own, planes[5:6])
+        torch.testing.assert_close(one, found[5:6])
+
+
+def test_a_gate_that_is_no_number_shows_only_where_its_expert_is_read(random_pairs, up, down):
+    ids, gates, _ = random_pairs(4, ACTIVE, EXPERTS)
+    gates[1, 0] = gates[2, 1] = float("nan")
+    ids[2, 1] = EXPERTS  # padding: its gate is not read
+    both = (*opened(up), *opened(down), "silu_mul", GROUP)
+    found, planes = OPS.threshold_ffn(rows(4), ids, gates, *levels(), *both)
+    assert planes[1, 0] == 8 and planes[2, 1] == 0
+    assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
@@ -210,3 +243,6 @@ def test_ffn_refuses_what_does_not_fit(random_pairs, convex_table, up, down):
     both = (*opened(up), *opened(down), "swish", GROUP)
     complaint(lambda: OPS.routed_ffn(rows(5), ids, gates, *table, *both, 2), "'swish'")
     complaint(lambda: OPS.routed_ffn(rows(5), ids, gates[:3], *table, *both, 2), "gates [3, 3]")
+    complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, *levels(), *both), "'swish'")
+    complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates[:3], *levels(), *both), "gates [3, 3]")
+    complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, levels()[0][0], levels()[1], *both), "thresholds [8]")

@@ -52,6 +52,7 @@ def test_encode_spec_survives_json():
         ({"scope": "batch"}, "'batch'"),
         ({"fallback": "dpa"}, "'dpa': use uniform, or None"),
         ({"skip": 1}, "skip is 1: use True or False"),
+        ({"hold": None}, "hold is None: use True or False"),
         ({"allocator": "greedy"}, "'greedy': use exact or threshold"),
         ({"allocator": "threshold", "allocation": "uniform"}, "allocation is 'uniform'"),
         ({"allocator": "threshold", "scope": "dispatch"}, "scope 'dispatch'"),

@@ -7,7 +7,7 @@ import torch
 
 from dpamoe import threshold
 from dpamoe.kernels import reference
-from dpamoe.threshold import ALWAYS, BINS, Layer, count_gates, curve, falls, level_for, thresholds
+from dpamoe.threshold import ALWAYS, BINS, FARTHEST, WINDOW, Layer, count_gates, curve, falls, follow, level_for, thresholds
 
 K_MIN = 2
 BIN = 2 ** (1 / threshold.PARTS)  # factor between the edges of a bin
@@ -144,6 +144,39 @@ def test_a_pair_gets_the_same_planes_anywhere(random_pairs, layers, dtype, index
     for rows in ([5], [29, 0, 5], list(range(30))[::-1]):
         assert torch.equal(planes(gates[rows], ids[rows], table), batch[rows])
     assert torch.equal(planes(gates[:, 2:3], ids[:, 2:3], table), batch[:, 2:3])
+
+
+def test_a_level_follows_by_hand():
+    """Two planes too many for three pairs, padding aside; a call of more pairs than the window counts by its own mean."""
+    shift, target = torch.tensor(0.5), torch.tensor(3.0)
+    chunks, held = torch.tensor([[4, 5], [2, 0]]), torch.tensor([[True, True], [True, False]])
+    follow(shift, chunks, held, target)
+    assert float(shift) == 0.5 + 2 / WINDOW
+    follow(shift, torch.zeros_like(chunks), held & False, target)  # padding alone
+    assert float(shift) == 0.5 + 2 / WINDOW
+    many = torch.full((2 * WINDOW, 2), 5)
+    for turns, expected in ((1, 2.5 + 2 / WINDOW), (20, FARTHEST)):
+        for _ in range(turns):
+            follow(shift, many, many > 0, target)
+        assert float(shift) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 5000])
+def test_a_held_average_comes_back(layers, random_pairs, tokens, skip):
+    """Gates half or twice as large as those of calibration: the planes of the whole stream, and what each call does to them."""
+    made, _ = layers(skip)
+    rows, target = thresholds(made[0].worth, level_for(made[:1], 3.5)), torch.tensor(3.5)
+    ids, gates, _ = random_pairs(5000, 3, 8, seed=4)
+    for factor in (2.0, 0.5):
+        shift = torch.zeros(())
+        drift = float(planes(factor * gates, ids, rows).float().mean()) - 3.5
+        assert abs(drift) > 0.3
+        for _ in range(3 if tokens == 1 else 10):
+            for own, some in zip((factor * gates).split(tokens), ids.split(tokens), strict=True):
+                follow(shift, planes(own, some, rows * shift.exp2()), some >= 0, target)
+        held = planes(factor * gates, ids, rows * shift.exp2()).float().mean()
+        assert abs(float(held) - 3.5) < 0.035 and 0.5 < abs(float(shift)) < 3
 
 
 def test_the_op_refuses_shapes_and_has_a_fake():

@@ -1,0 +1,151 @@
+"""PTX of the bit-serial products: rows cut into bits, 1-bit products with planes, popcounts added up on the tensor cores.
+
+Everything works on four registers of a lane at once (`pack=4`), in the order of `bitserial_layout.words`: word c of group 2w for
+rows g and g + 8, then of group 2w + 1, for lane 4g + c of warp w. Those are the left operands of two m16n8k128 products.
+"""
+
+from triton.experimental.gluon import language as gl
+
+SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
+
+
+def _float(value: float) -> str:
+    import struct
+
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def _letters(results: str, arguments: str) -> gl.constexpr:
+    """Constraints: one letter for each register."""
+    return gl.constexpr(",".join([f"={letter}" for letter in results] + list(arguments)))
+
+
+def _swap(word: str, bit: int) -> str:
+    """Exchange one bit of the position in a word with one bit of the lane's number, between two lanes."""
+    lane = 1 << (bit + 2 if bit < 3 else bit - 3)
+    text = f"shfl.sync.bfly.b32 other, {word}, {lane}, 31, -1; and.b32 t, lane, {lane}; setp.ne.s32 upper, t, 0;\n"
+    if bit >= 3:  # whole bytes
+        high, low = ((0x3715, 0x6240), (0x3276, 0x5410))[bit - 3]
+        return text + f"selp.b32 t, {high}, {low}, upper; prmt.b32 {word}, {word}, other, t;\n"
+    mask = (0x55555555, 0x33333333, 0x0F0F0F0F)[bit]
+    return (
+        text + f"selp.b32 t, {32 - (1 << bit)}, {1 << bit}, upper; shf.l.wrap.b32 other, other, other, t;\n"
+        f"selp.b32 t, {mask ^ 0xFFFFFFFF}, {mask}, upper; lop3.b32 {word}, t, {word}, other, 0xCA;\n"
+    )
+
+
+def _slice() -> str:
+    swaps = "".join(_swap(word, bit) for bit in (3, 4, 0, 1, 2) for word in ("low", "high"))
+    return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, u, other, lane, low, high; .reg .pred upper;
+abs.f32 most, $4; abs.f32 next, $5; max.f32 most, most, next;
+abs.f32 next, $6; max.f32 most, most, next; abs.f32 next, $7; max.f32 most, most, next;
+mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; mul.f32 step, most, {_float(1 / 32767)};
+max.f32 most, most, {_float(2.0**-126)}; rcp.approx.f32 most, most; mul.f32 most, most, {_float(32767.0)};
+mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
+mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
+add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;
+mov.u32 lane, %laneid; prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;
+prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
+{swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
+
+
+def _count(words: str, column: tuple[str, str], weight: str) -> str:
+    """Popcounts of one group with both halves of the activation, each times its power of two, added to one output column."""
+    low, high = column
+    product = "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
+    return f"""{product} {{a0, a1, a2, a3}}, {{{words}}}, {{{low}}}, {{z, z, z, z}};
+{product} {{b0, b1, b2, b3}}, {{{words}}}, {{{high}}}, {{z, z, z, z}};
+prmt.b32 a0, a0, a1, 0x5410; prmt.b32 a1, a2, a3, 0x5410; prmt.b32 b0, b0, b1, 0x5410; prmt.b32 b1, b2, b3, 0x5410;
+mul.rn.f16x2 v, {weight}, $28;
+mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{d0, d1, d2, d3}}, {{a0, a1, b0, b1}}, {{{weight}, v}}, {{d0, d1, d2, d3}};
+"""
+
+
+def _planes(plane: int) -> str:
+    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27, 28.
+
+    A warp that does not read the first of them, by the number of planes in 32-35, leaves both out; plane -1: none does.
+    """
+    ask = f"setp.le.s32 out, $32, {plane}; @out bra.uni DONE;\n" if plane >= 0 else ""
+    low, high = ("$16", "$17"), ("$20", "$21")
+    work = _count("$8, $9", low, "$24") + _count("$10, $11", high, "$25")
+    work += _count("$12, $13", low, "$26") + _count("$14, $15", high, "$27")
+    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, v; .reg .f32 d0, d1, d2, d3; .reg .pred out;
+mov.b32 z, 0; mov.f32 d0, $4; mov.f32 d1, $5; mov.f32 d2, $6; mov.f32 d3, $7;
+{ask}{work}{"DONE:" if plane >= 0 else ""}
+mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
+
+
+def _halves(name: str, registers: tuple[str, str]) -> str:
+    """Four fp16 numbers in two registers as fp32."""
+    lines = [
+        f"mov.b32 {{h0, h1}}, {register}; cvt.f32.f16 {name}{2 * i}, h0; cvt.f32.f16 {name}{2 * i + 1}, h1;"
+        for i, register in enumerate(registers)
+    ]
+    return " ".join(lines) + "\n"
+
+
+_HEAD = "{ .reg .f32 a0, a1, p0, p1, p2, p3, s0, q0, s1, q1, t; .reg .f16 h0, h1;\n"
+
+
+def _steps(first: int, second: int) -> str:
+    """Step and sum of both groups, from registers of the sliced rows."""
+    return f"mov.b32 s0, ${first}; mov.b32 q0, ${first + 1}; mov.b32 s1, ${second}; mov.b32 q1, ${second + 1};\n"
+
+
+def _rows(first: int) -> tuple[str, str]:
+    """The two registers of 4-7 that stand for rows g and g + 8 of one of two matrices, taken out and put back."""
+    others = [i for i in range(4) if i not in (first, first + 1)]
+    taken = f"mov.f32 a0, ${4 + first}; mov.f32 a1, ${5 + first};\n"
+    put = f"mov.f32 ${first}, a0; mov.f32 ${first + 1}, a1; " + " ".join(f"mov.f32 ${i}, ${4 + i};" for i in others)
+    return taken, put + " }"
+
+
+def _scale(first: int) -> str:
+    """Rows 4-7 plus scales 12-13 times (2 dots 8-11 minus the sums), sliced rows 14-17 and 18-21."""
+    taken, put = _rows(first)
+    text = _HEAD + _steps(16, 20) + "neg.f32 q0, q0; neg.f32 q1, q1;\n" + taken + _halves("p", ("$12", "$13"))
+    text += "mul.f32 p0, p0, s0; mul.f32 p1, p1, s0; mul.f32 p2, p2, s1; mul.f32 p3, p3, s1;\n"
+    for dot, total, scale, row in ((8, "q0", 0, 0), (9, "q1", 2, 0), (10, "q0", 1, 1), (11, "q1", 3, 1)):
+        text += f"fma.rn.f32 t, ${dot}, {_float(2 * SUBNORMALS)}, {total}; fma.rn.f32 a{row}, p{scale}, t, a{row};\n"
+    return text + put
+
+
+def _offset(first: int) -> str:
+    """Rows 4-7 plus offsets 8-9 times what the activations add up to, sliced rows 10-13 and 14-17."""
+    taken, put = _rows(first)
+    text = _HEAD + _steps(12, 16) + "mul.f32 s0, s0, q0; mul.f32 s1, s1, q1;\n" + taken + _halves("p", ("$8", "$9"))
+    text += "fma.rn.f32 a0, p0, s0, a0; fma.rn.f32 a0, p2, s1, a0; fma.rn.f32 a1, p1, s0, a1; fma.rn.f32 a1, p3, s1, a1;\n"
+    return text + put
+
+
+# Four floats of a lane, elements g + 8c + 32j of a group for j = 0 … 3, to: its word of the low bits (lane 4g + c: bit g of the
+# 16, inputs 32c … 32c + 31), its word of the high bits, the step of the group (fp32), the sum of the group's integers (fp32).
+SLICE = gl.constexpr(_slice())
+SLICE_LETTERS = _letters("rrrr", "ffff")
+
+
+
+def _weights(first: int) -> str:
+    """Of output columns `first` to `first` + 3: 2^c of this lane's two low bit columns if it is its column, else 0, as fp16."""
+    text = "{ .reg .b32 lane, own, w; .reg .pred here; mov.u32 lane, %laneid; and.b32 w, lane, 3; shr.u32 own, lane, 2;\n"
+    text += "mul.lo.s32 w, w, 0x08000800; add.s32 w, w, 0x40003C00;\n"
+    for i in range(4):
+        text += f"setp.eq.s32 here, own, {first + i}; selp.b32 ${i}, w, 0, here;\n"
+    return text + "}"
+
+
+# weights of the low bits, of the output columns of planes 0 and 1 (also 4 and 5), and of planes 2 and 3 (6 and 7)
+WEIGHTS_0, WEIGHTS_2 = gl.constexpr(_weights(0)), gl.constexpr(_weights(4))
+# what they are multiplied by for the high bits: 256, negative for the top one
+FACTOR = gl.constexpr("""{ .reg .b32 lane; .reg .pred last; mov.u32 lane, %laneid; and.b32 lane, lane, 3;
+setp.eq.s32 last, lane, 3; selp.b32 $0, 0xDC005C00, 0x5C005C00, last; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""")
+WEIGHTS_LETTERS = _letters("rrrr", "rrrr")
+
+PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), _letters("ffff", "f" * 4 + "r" * 28)
+MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
+
+# for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
+SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = gl.constexpr(_scale(0)), gl.constexpr(_scale(2)), _letters("ffff", "f" * 8 + "r" * 10)
+OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
+OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 10)

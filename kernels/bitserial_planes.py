@@ -1,0 +1,109 @@
+"""How many planes the slots of a token read, in Gluon: given, by thresholds, or by rank selection, one warp for itself."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dpamoe.kernels.triton_allocate import extra_planes, given_planes, is_held, keys_of
+
+GIVEN, THRESHOLD, RANK = 0, 1, 2
+
+
+@gluon.constexpr_function
+def square_layout(N, NW):
+    """[N, N] within a warp, the same in every warp."""
+    across = min(N, 8)
+    return gl.BlockedLayout([1, N // across], [32 // across, across], [1, NW], [1, 0])
+
+
+@gluon.jit
+def _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr):
+    """Expert, whether there is one, and gate^2 in fp32 of these slots."""
+    expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+    gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0).to(gl.float32)
+    held = is_held(expert, E)
+    return gl.where(held, expert, 0).to(gl.int32), held, gate * gate
+
+
+@gluon.jit
+def _by_rank(
+    gates, ids, residuals, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
+    A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """As `triton_allocate.planes_of_token`, int32 [N]."""
+    layout: gl.constexpr = square_layout(N, NW)
+    own, rival = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :], gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
+    expert, held, square = _slots(gates, ids, token, rival, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    own_expert, own_held, own_square = _slots(gates, ids, token, own, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    count = gl.sum(gl.sum(own_held.to(gl.int32), 1), 0)
+    extra, limit = extra_planes(budget + token * budget_token, k_max, count, K_MIN, C)
+    keys = keys_of(residuals + expert * row + K_MIN * column, column, square, gl.where(held, limit, 0), C - K_MIN)
+    own_row = residuals + own_expert * row + K_MIN * column
+    taken = given_planes(own_row, column, own_square, own * 0, own, keys, rival, extra, limit, C - K_MIN, C - K_MIN)
+    return gl.sum(gl.where(own_held, taken + K_MIN, 0), 0)
+
+
+@gluon.jit
+def _by_threshold(
+    gates, ids, thresholds, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column,
+    A: gl.constexpr, E: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """As `reference.allocate_threshold`, int32 of the shape of slot."""
+    expert, held, square = _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    k = expert * 0
+    for c in gl.static_range(C):
+        k += 1 - (square <= gl.load(thresholds + expert * row + c * column)).to(gl.int32)  # NaN is above
+    return gl.where(held, gl.minimum(k, gl.maximum(gl.load(k_max).to(gl.int32), 0)), 0)
+
+
+@gluon.jit
+def planes_of_token(
+    chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token, ids_slot,
+    row, column, budget_token,
+    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
+    """Planes of the N slots of a token, four bits each from the lowest on, int64; and the fewest and most of them.
+
+    RULE GIVEN: chunks int32 [T, A]; THRESHOLD: table fp32 [E, C]; RANK: table fp32 [E, C + 1], convex from K_MIN on. Padding
+    reads 0 and does not count among the fewest. N: A as a power of two, 16 at most.
+    """
+    slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
+    if RULE == 2:
+        k = _by_rank(
+            gates, ids, table, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
+            A, E, C, K_MIN, N, NW,
+        )  # fmt: skip
+    elif RULE == 1:
+        k = _by_threshold(
+            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, C
+        )
+    else:
+        expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+        k = gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
+        k = gl.where(is_held(expert, E), k, 0)
+    packed = gl.sum(k.to(gl.int64) << (4 * slot), 0)
+    return packed, gl.min(gl.where(k > 0, k, C), 0), gl.max(k, 0)
+
+
+@gluon.jit
+def planes_of_slot(
+    chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
+    ids_token, ids_slot, row, column, budget_token,
+    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
+    """Planes of one slot, int32; arguments as in `planes_of_token`."""
+    if RULE == 2:
+        packed, _, _ = planes_of_token(
+            chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot,
+            ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, N, NW,
+        )  # fmt: skip
+        k = ((packed >> (4 * slot)) & 15).to(gl.int32)
+    elif RULE == 1:
+        k = _by_threshold(
+            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, C
+        )
+    else:
+        k = gl.load(chunks + token * chunks_token + slot * chunks_slot)
+        k = gl.where(is_held(gl.load(ids + token * ids_token + slot * ids_slot), E), k, 0)
+    return k

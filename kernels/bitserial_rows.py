@@ -1,0 +1,115 @@
+"""What 1-bit products for several tokens need first, in Gluon: rows cut into bits, and pairs in the order of their experts."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dpamoe.kernels.bitserial_asm import SLICE, SLICE_LETTERS
+from dpamoe.kernels.bitserial_planes import planes_of_token, square_layout
+from dpamoe.kernels.triton_allocate import is_held
+
+WARPS = 8  # each cuts 256 inputs at a time
+
+
+@gluon.constexpr_function
+def lane_layout(NW):
+    """What the lanes of NW warps hold, four registers each, [32 NW, 4]: memory in this order is read 16 bytes at a time."""
+    return gl.BlockedLayout([1, 4], [32, 1], [NW, 1], [1, 0])
+
+
+@gluon.jit
+def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr):
+    """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` gives them."""
+    layout: gl.constexpr = lane_layout(NW)
+    lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
+    register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    pair = part * NW + lane // 32
+    for group in gl.static_range(2):
+        at = pair * 256 + 128 * group + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
+        value = gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32)
+        cut = gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
+        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut, mask=pair * 256 < IN)
+
+
+@gluon.jit
+def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr):
+    """Cut row program_id(0) of x into bits, 256 NW inputs from 256 NW program_id(1) on."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = gl.program_id(0).to(gl.int64)
+    cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW)
+
+
+@gluon.jit
+def _ranks(ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr, NW: gl.constexpr):
+    """Of a token's slots: how many pairs have a smaller expert, how many the same, how many of those come before; int32 [N]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
+    slot = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
+    other = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+    own = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+    key = gl.load(ids + (other // A).to(gl.int64) * ids_token + other % A * ids_slot, mask=other < pairs, other=E)
+    own, key = gl.where(is_held(own, E), own, E).to(gl.int32), gl.where(is_held(key, E), key, E).to(gl.int32)
+    there = other < pairs
+    less = gl.sum((there & (key < own)).to(gl.int32), 1)
+    same = gl.sum((there & (key == own)).to(gl.int32), 1)
+    before = gl.sum((there & (key == own) & (other < token.to(gl.int32) * A + slot)).to(gl.int32), 1)
+    to: gl.constexpr = gl.SliceLayout(0, square_layout(N, NW))
+    return gl.convert_layout(less, to), gl.convert_layout(same, to), gl.convert_layout(before, to)
+
+
+@gluon.jit
+def _experts(ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr, P: gl.constexpr, NW: gl.constexpr):
+    """Write the entries of SOME experts from `first` on: where the pairs of each begin and end."""
+    layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
+    expert = first + gl.arange(0, SOME, gl.SliceLayout(1, layout))
+    other = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
+    key = gl.load(ids + (other // A).to(gl.int64) * ids_token + other % A * ids_slot, mask=other < pairs, other=E)
+    key = gl.where(is_held(key, E), key, E).to(gl.int32)
+    less = gl.sum(((other < pairs) & (key < expert[:, None])).to(gl.int32), 1)
+    same = gl.sum(((other < pairs) & (key == expert[:, None])).to(gl.int32), 1)
+    gl.store(entries + 4 * expert, expert, mask=expert < E)
+    gl.store(entries + 4 * expert + 1, less, mask=expert < E)
+    gl.store(entries + 4 * expert + 2, less + same, mask=expert < E)
+
+
+@gluon.jit
+def order_kernel(
+    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
+    x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
+    RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
+    K_MIN: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
+
+    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, and where its pairs begin and end;
+    SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert; else one for each expert, of
+    which each token writes SOME.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, part = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    if part < PARTS:
+        cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW)
+    else:
+        packed, _, _ = planes_of_token(
+            chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
+            ids_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, N, NW,
+        )  # fmt: skip
+        slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
+        k = ((packed >> (4 * slot)) & 15).to(gl.int32)
+        if RULE != 0:
+            gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
+        less, same, before = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
+        place = less + before
+        gl.store(order + place, token.to(gl.int32) * A + slot, mask=slot < A)
+        gl.store(ks + place, k, mask=slot < A)
+        if SOME == 0:
+            expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+            first = is_held(expert, E) & (before == 0)
+            gl.store(entries + 4 * place, gl.where(first, expert, 0).to(gl.int32), mask=slot < A)
+            gl.store(entries + 4 * place + 1, less, mask=slot < A)
+            gl.store(entries + 4 * place + 2, gl.where(first, less + same, less), mask=slot < A)
+        else:
+            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, A, E, SOME, P, NW)

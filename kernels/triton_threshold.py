@@ -1,0 +1,51 @@
+"""Triton kernel of `allocate_threshold`: every pair compares its squared gate with the thresholds of its expert, by itself."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256  # pairs of one program
+
+
+@triton.jit
+def planes_above(gate, expert, thresholds, k_max, experts, row, column, C: tl.constexpr):
+    """Planes of pairs, int32 of the shape of gate and expert: how many of C thresholds gate^2 is above, k_max at most.
+
+    Pointers to thresholds fp32 [E, C], strides row and column, and to k_max int; 0 for an expert outside 0 … experts - 1.
+    A gate that is not a number is above every threshold, as in `reference.allocate_threshold`.
+    """
+    held = (expert >= 0) & (expert < experts)
+    square = gate.to(tl.float32) * gate.to(tl.float32)
+    own = thresholds + tl.where(held, expert, 0).to(tl.int32) * row
+    above = held.to(tl.int32) * 0
+    for c in tl.static_range(C):
+        above += tl.where(square <= tl.load(own + c * column), 0, 1)
+    return tl.where(held, tl.minimum(above, tl.load(k_max).to(tl.int32)), 0)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def threshold_kernel(
+    gates, expert_ids, thresholds, k_max, chunks, pairs, experts,
+    gates_row, gates_column, ids_row, ids_column, thresholds_row, thresholds_column,
+    A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Planes of BLOCK pairs, to chunks int32 [T, A]."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, slot = (pair // A).to(tl.int64), pair % A
+    expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=pair < pairs, other=-1)
+    gate = tl.load(gates + token * gates_row + slot * gates_column, mask=pair < pairs, other=0.0)
+    k = planes_above(gate, expert, thresholds, k_max, experts, thresholds_row, thresholds_column, C)
+    tl.store(chunks + pair, k, mask=pair < pairs)
+
+
+def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+    """Planes per selected expert, int32 [T, A], in one launch; shapes as in `ops.allocate_threshold`, tensors on one device."""
+    chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=expert_ids.device)
+    if chunks.numel():
+        threshold_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
+            gates, expert_ids, thresholds, k_max, chunks, chunks.numel(), thresholds.shape[0],
+            *gates.stride(), *expert_ids.stride(), *thresholds.stride(),
+            A=expert_ids.shape[1], C=thresholds.shape[1], BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return chunks
