@@ -240,7 +240,7 @@ class EncodedExperts(nn.Module):
             rows, index, weights, chunks,
             up.planes, up.scales, up.offset, up.unit, self.up_bias,
             down.planes, down.scales, down.offset, down.unit, self.down_bias,
-            self.site.activation, self.spec.group_size, self.one_k,
+            self.site.activation, self.spec.group_size, self._gives_one_k(index),
         )  # fmt: skip
 
     def _in_steps(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
@@ -260,10 +260,12 @@ class EncodedExperts(nn.Module):
             x, index, chunks, weight.planes, weight.scales, weight.offset, weight.unit, bias, self.spec.group_size
         )
 
-    @property
-    def one_k(self) -> bool:
-        """Whether all pairs of an expert in a call read equally many planes."""
-        return self.spend.scope == "dispatch" and self.spend.fallback is None  # a uniform 3.5 is 3 here and 4 there
+    def _gives_one_k(self, index: Tensor) -> bool:
+        """Whether all pairs of an expert in a call read equally many planes, or would at a whole-numbered budget.
+
+        The budget itself is not asked, since a compiled graph outlives it.
+        """
+        return self._falls_back(index) or self.spend.scope == "dispatch" or self.spend.allocation == "uniform"
 
     @property
     def held(self) -> int:

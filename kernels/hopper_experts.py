@@ -10,27 +10,59 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dpamoe.kernels import triton_experts
 from dpamoe.kernels.hopper_prefill import hopper_prefill_kernel
+from dpamoe.kernels.hopper_rows import prepare_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_sort import prepare_kernel
 
 WARPS = 4  # one warp group
+ROWS = 64  # of a weight, that a warp group computes
 BLOCK = 128  # inputs that one word of each of four lanes holds
+SHARED = 232448  # bytes of shared memory that a program can have
 PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, since every pair has a prepared row of its own
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How the kernel is cut: slices, each up to `pairs` pairs of one expert and k; whole: a stretch is unpacked at once."""
+class Cut:
+    """How the kernel is cut: slices of a tile, each up to `pairs` pairs of one expert and k; warp groups that compute it.
+
+    kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two. turns: groups multiply
+    one after the other.
+    """
 
     slices: int
     pairs: int
+    groups: int
+    kept: int
     whole: bool = False
+    turns: bool = False
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a lane in the groups that compute, and in the one that brings; 512 in all groups together."""
+        if (self.slices * self.pairs, self.groups) == (192, 3):
+            return 160, 32
+        return {2: (224, 56), 3: (152, 56), 4: (104, 64)}[self.groups]
 
 
-# by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer in a slice waste less of a product
-TILES = ((12, Tile(2, 8)), (48, Tile(2, 32)), (1 << 62, Tile(2, 64)))
-TILES_OF_ONE_K = ((12, Tile(1, 16, whole=True)), *TILES[1:])  # where no expert has pairs with several k
+# by pairs per expert, at most, the first that has room: more pairs in a tile unpack a weight less often, fewer in a slice waste
+# less of a product
+CUTS = (
+    (48, Cut(4, 8, 3, 3, whole=True)),
+    (48, Cut(4, 8, 2, 4)),
+    (192, Cut(4, 32, 3, 2)),
+    (1 << 62, Cut(4, 64, 2, 2)),
+    (1 << 62, Cut(4, 32, 3, 2)),
+    (1 << 62, Cut(4, 32, 2, 2)),
+)
+CUTS_OF_ONE_K = (
+    (12, Cut(1, 16, 4, 4, whole=True)),
+    (12, Cut(1, 16, 2, 4)),
+    (48, Cut(2, 32, 3, 4, whole=True)),
+    (192, Cut(3, 64, 3, 2, turns=True)),
+    (1 << 62, Cut(4, 64, 2, 2, turns=True)),
+    (1 << 62, Cut(3, 64, 2, 2, turns=True)),
+    (1 << 62, Cut(2, 64, 2, 2, turns=True)),
+)
 
 
 def words_at_once(weight: EncodedWeight) -> int:
@@ -50,29 +82,59 @@ def usable(*weights: EncodedWeight) -> bool:
     return fit and all(tensor.data_ptr() % 16 == 0 for weight in weights for tensor in weight.tensors().values())
 
 
-def tile_for(pairs: int, experts: int, one_k: bool = False) -> Tile:
-    """The cut for so many pairs."""
-    return next(tile for most, tile in (TILES_OF_ONE_K if one_k else TILES) if pairs <= most * experts)
+def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
+    """Bytes of shared memory that no product of these weights exceeds."""
+    row = 0  # of a stretch: its planes, scales and offsets
+    for weight in weights:
+        words, planes = words_at_once(weight), len(weight.planes)
+        groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
+        scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
+        row = max(row, planes * 16 * words + scales)
+    rows = cut.slices * cut.pairs * (cut.kept * 2 * BLOCK + 2 * 32)  # of x, and their sums
+    return cut.groups * (2 * ROWS * row + 2048) + rows + 1024  # with what results pass through, and the barriers
+
+
+def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> Cut:
+    """The cut for so many pairs of these weights; one_k: whether most experts have pairs of one k alone."""
+    cuts = CUTS_OF_ONE_K if one_k else CUTS
+    return next(cut for most, cut in cuts if pairs <= most * experts and shared_memory(cut, *weights) <= SHARED)
+
+
+def constants_of(cut: Cut, one_k: bool, words: int) -> dict:
+    """What the kernel is compiled for, as it names it."""
+    whole = cut.whole and words < 4  # more would not fit the registers
+    return {
+        "P": cut.slices, "S": cut.pairs, "W": words, "B": words if whole else 1, "NC": cut.groups, "NS": cut.kept,
+        "ONE": one_k, "TURNS": cut.turns, "REGS": cut.registers[0], "BRING": cut.registers[1],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Pairs by expert and k, and their tiles, as `triton_sort.sort_kernel` leaves them; peaks fp32 [2, E]."""
+    """Pairs by expert and k, their places there, and their tiles, as `triton_sort.sort_kernel` leaves them; peaks fp32 [2, E].
+
+    one_k: whether a tile has pairs with one k alone.
+    """
 
     order: Tensor
+    places: Tensor
     tiles: Tensor
     peaks: Tensor
-    tile: Tile
+    cut: Cut
+    one_k: bool
 
 
-def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down: EncodedWeight) -> Sorted:
+def sort_pairs(ids: Tensor, chunks: Tensor, cut: Cut, one_k: bool, up: EncodedWeight, down: EncodedWeight) -> Sorted:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
-    # an expert has up to 8 slices that are not full, so this many tiles beside the full ones
-    most = min(pairs, (1 + -(-8 // tile.slices)) * min(pairs, experts) + pairs // (tile.slices * tile.pairs))
-    tiles = torch.empty(most, 3 + 2 * tile.slices, dtype=torch.int32, device=ids.device)
-    order, _, peaks = triton_experts.sort_into(tiles, ids, chunks, up, down, BN=0, MIXED=tile.pairs, SLICES=tile.slices)
-    return Sorted(order, tiles, peaks, tile)
+    # beside the full ones: a tile for every k of an expert, or those of up to 8 slices that are not full
+    partly = min(pairs, 8 * experts) if one_k else (1 + -(-8 // cut.slices)) * min(pairs, experts)
+    most = min(pairs, partly + pairs // (cut.slices * cut.pairs))
+    tiles = torch.empty(most, 3 + 2 * cut.slices, dtype=torch.int32, device=ids.device)
+    order, places, peaks = triton_experts.sort_into(
+        tiles, ids, chunks, up, down, BN=0, MIXED=cut.pairs, SLICES=cut.slices, TOGETHER=1 if one_k else 8
+    )
+    return Sorted(order, places, tiles, peaks, cut, one_k)
 
 
 def prepare_rows(x: Tensor, by: Sorted, sharing: int, weight: EncodedWeight) -> tuple[Tensor, Tensor]:
@@ -80,15 +142,14 @@ def prepare_rows(x: Tensor, by: Sorted, sharing: int, weight: EncodedWeight) -> 
 
     sharing: pairs that have one row of x, 0 where x is in sorted order.
     """
-    width, group = weight.in_features, group_width(weight.in_features, weight.group_size)
-    pairs, sums = by.order.numel(), triton.cdiv(width // group, 64) * BLOCK
-    ready = torch.empty(pairs, width + sums, dtype=torch.float16, device=x.device)
+    width, words, pairs = weight.in_features, words_at_once(weight), by.order.numel()
+    ready = torch.empty(pairs, width + width // (words * BLOCK) * 16, dtype=torch.float16, device=x.device)
     factor = torch.empty(pairs, dtype=torch.float32, device=x.device)
-    stretches = width // BLOCK
-    prepare_kernel[(pairs,)](
-        x, by.order, ready, factor, x.stride(0), x.shape[0], A=sharing, IN=width, STRETCHES=stretches,
-        STRETCHES_PAD=triton.next_power_of_2(stretches), W=words_at_once(weight), GROUP=group, SUMS=sums,
-    )  # fmt: skip
+    padded = triton.next_power_of_2(width)
+    rows = 1 if sharing else max(1, 4096 // padded)  # 32 numbers for a lane
+    prepare_kernel[(triton.cdiv(x.shape[0], rows),)](
+        x, by.places, ready, factor, x.stride(0), x.shape[0], A=sharing, IN=width, PAD=padded, W=words, ROWS=rows, num_warps=4
+    )
     return ready, factor
 
 
@@ -99,13 +160,16 @@ def product(
 
     second: whether it is the second weight that the pairs were sorted for, whose results go back into the order of pairs.
     """
-    tile, words = by.tile, words_at_once(weight)
+    cut, words = by.cut, words_at_once(weight)
     ready, factor = prepare_rows(x, by, sharing, weight)
-    rows = TensorDescriptor.from_tensor(ready, [tile.pairs, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
-    hopper_prefill_kernel[(triton.cdiv(weight.offset.shape[1], 16 * WARPS) * by.tiles.shape[0],)](
-        rows, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], *triton_experts.tensors_of(weight, bias), out,
-        **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act, GATED=act != "" and is_gated(act), TARGET=second,
-        P=tile.slices, S=tile.pairs, W=words, B=words if tile.whole else 1, NW=WARPS, num_warps=WARPS,
+    rows = TensorDescriptor.from_tensor(ready, [cut.pairs, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
+    sums = TensorDescriptor.from_tensor(ready, [cut.pairs, 16], gl.NVMMASharedLayout(32, 16, 2))
+    chips = torch.cuda.get_device_properties(x.device).multi_processor_count
+    blocks = triton.cdiv(weight.offset.shape[1], ROWS * cut.groups)
+    hopper_prefill_kernel[(min(chips, blocks * by.tiles.shape[0]),)](
+        rows, sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
+        *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
+        GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -125,7 +189,7 @@ def _ffn_of_some(x, ids, gates, chunks, up, up_bias, down, down_bias, activation
     active = ids.shape[1]
     experts, width, _ = down.offset.shape
     inner = torch.float32 if x.dtype == torch.float16 else x.dtype  # fp16 could overflow between the products
-    by = sort_pairs(ids, chunks, tile_for(ids.numel(), experts, one_k), up, down)
+    by = sort_pairs(ids, chunks, cut_for(ids.numel(), experts, one_k, up, down), one_k, up, down)
     hidden = torch.empty(ids.numel(), down.in_features, dtype=inner, device=x.device)
     product(x, by, False, up, up_bias, activation, active, hidden)
     rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
@@ -139,6 +203,6 @@ def prefill_matmul(x: Tensor, ids: Tensor, chunks: Tensor, weight: EncodedWeight
     experts, width, _ = weight.offset.shape
     out = torch.zeros(tokens * active, width, dtype=x.dtype, device=x.device)  # pairs that read nothing stay 0
     rows, sharing = (x.flatten(0, 1), 1) if x.dim() == 3 else (x, active)
-    by = sort_pairs(ids, chunks, tile_for(ids.numel(), experts), weight, weight)
+    by = sort_pairs(ids, chunks, cut_for(ids.numel(), experts, False, weight), False, weight, weight)
     product(rows, by, True, weight, bias, "", sharing, out)
     return out.view(tokens, active, width)

@@ -1,324 +1,234 @@
-"""Prefill on Hopper in Gluon: a tile of pairs with several k unpacks its weights once.
+"""Prefill on Hopper in Gluon: warp groups that wait for nobody else unpack and multiply 64 rows of a tile each.
 
-A tile is P slices of up to S pairs of one expert, with one k in each, and BM = 16 NW rows of the weight. Weights are unpacked
-plane by plane, and wherever a k is reached its slices are multiplied (warp-group products, whose left operand is unpacked in
-registers as in `triton_prefill`). Planes come ahead into shared memory, x while weights are unpacked. What does not depend on
-single weights, offset - sum of scales, is a product of its own over groups. Of a stretch of 128 W inputs, lane l of every four
-takes words l W to l W + W - 1, so that it needs one scale.
+A program takes tiles (`hopper_tiles`) in turn, as long as there are any. What one warp group brings for a tile (`hopper_bring`)
+serves NC others, so that one unpacks while another multiplies. Weights are unpacked in registers, plane by plane, to the left
+operand of products of a warp group, and wherever a k is reached its slices are multiplied. Of a stretch of 128 W inputs, lane l
+of every four takes words l W to l W + W - 1, so that it needs one scale. What does not depend on single weights,
+offset - sum of scales, is multiplied by sums of x, which stand in 16 columns for each stretch behind the rows (`hopper_rows`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from dpamoe.kernels.hopper_bring import bring, kept, mbarrier
+from dpamoe.kernels.hopper_tiles import sizes_of, slices_of, store
 from dpamoe.kernels.hopper_unpack import (
-    beside,
+    bases,
+    chosen,
     fragment,
-    fresh,
     left_layout,
-    line_of,
-    pair_layout,
+    offset_of,
     product_layout,
+    read_plane,
     word_layout,
-    words_of,
 )
-from dpamoe.kernels.triton_activate import activate_gated, activate_plain
-from dpamoe.kernels.triton_unpack import OFFSET_STEPS, add_plane, tied_scale, twice
+from dpamoe.kernels.triton_unpack import add_plane, tied_scale, twice
 
-# names of Triton 3.8 and later, else those of 3.6
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.8 and later, else that in 3.6
 
 
 @gluon.jit
-def _scale(raw, unit, c: gl.constexpr, TIED: gl.constexpr):
-    """Scale of plane c, fp32, from what is stored."""
-    return tied_scale(raw, unit) * (0.5 ** (c + 1)) if TIED else raw.to(gl.float32)
-
-
-@gluon.jit
-def _columns(entry, P: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):
-    """Place in the sorted order of each column of the tile, and whether there is a pair; both [P S]."""
-    column = gl.arange(0, P * S, layout)
-    slice_of = entry + 2 + column // S
-    n = gl.load(slice_of) + column % S
-    return n, n < gl.load(slice_of + 1)
-
-
-@gluon.jit
-def _multiply(accs, operand, x, block: gl.constexpr, first: gl.constexpr, levels, level, P: gl.constexpr):
-    """Add operand [BM, K] times K inputs, from `first` on, of a block of x to the slices of this level.
-
-    x [blocks P, S, 128] in shared memory.
-    """
+def _multiply(accs, operand, x, place, levels, level, P: gl.constexpr):
+    """Add operand [64, K] times K inputs, at a place of x [places P, S, K] in shared memory, to the slices of this level."""
     new = ()
-    K: gl.constexpr = operand.shape[1]
     for j in gl.static_range(P):
         acc = accs[j]
         if (levels >> 4 * j) & 15 == level:
-            acc = hopper.warpgroup_mma(operand, x.index(block * P + j).slice(first, K, 1).permute((1, 0)), acc)
+            acc = hopper.warpgroup_mma(operand, x.index(place * P + j).permute((1, 0)), acc)
         new = new + (acc,)
     return new
 
 
 @gluon.jit
-def _multiply_bases(
-    accs, x, scales, offset, unit, power, line, group, levels, most, present,
-    first: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, P: gl.constexpr,
-):  # fmt: skip
-    """Add offset - sum of scales of 16 groups times the sums of x over them, each as two fp16 numbers."""
-    at, inside = line[:, None] * GROUPS + group[None, :], (line[:, None] >= 0) & (group < GROUPS)[None, :]
-    base = gl.load(offset + at, mask=inside, other=0).to(gl.float32)
-    for c in gl.static_range(C):
-        raw = gl.load(scales[0 if TIED else c] + at, mask=inside & (c < most), other=0)
-        if TIED and c == 0:
-            base = base * (tied_scale(raw, unit) / OFFSET_STEPS)
-        if c == 0 or c < most:
-            base -= _scale(raw, unit, c, TIED)
-            if (present >> (c + 1)) % 2 == 1:
-                whole = base * (power * 16.0)
-                high = whole.to(gl.float16)
-                accs = _multiply(accs, high, x, 0, first, levels, c + 1, P)
-                accs = _multiply(accs, high, x, 0, first + 16, levels, c + 1, P)
-                low = (whole - high.to(gl.float32)).to(gl.float16)
-                accs = _multiply(accs, low, x, 0, first, levels, c + 1, P)
+def _begin(accs, operand, x, place, P: gl.constexpr):
+    """As `_multiply`, to every slice; nothing is waited for."""
+    new = ()
+    for j in gl.static_range(P):
+        right = x.index(place * P + j).permute((1, 0))
+        new = new + (hopper.warpgroup_mma(operand, right, accs[j], is_async=True),)
+    return new
+
+
+@gluon.jit
+def _finished(accs, P: gl.constexpr):
+    """Wait for what was begun."""
+    if P == 1:
+        new = (hopper.warpgroup_mma_wait(0, deps=[accs[0]]),)
+    elif P == 2:
+        a, b = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
+        new = (a, b)
+    elif P == 3:
+        a, b, c = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2]])
+        new = (a, b, c)
+    else:
+        a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
+        new = (a, b, c, d)
+    return new
+
+
+@gluon.jit
+def _arrive(x_full, number, B: gl.constexpr, NS: gl.constexpr):
+    """Wait for B blocks of x."""
+    for i in gl.static_range(B):
+        mbarrier.wait(x_full.index((number + i) % NS), (number + i) // NS % 2)
+
+
+@gluon.jit
+def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, cut: gl.constexpr):
+    """Multiply the slices of a level by B blocks, and with the last of a stretch by its offsets."""
+    _, x, sums, _, _, x_full, _, _ = memory
+    left: gl.constexpr = left_layout(cut.S)
+    _arrive(x_full, number, cut.B, cut.NS)
+    for i in gl.static_range(cut.B):
+        accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, level, cut.P)
+    if last:
+        accs = _multiply(accs, bases(base, left), sums, stage, levels, level, cut.P)
     return accs
 
 
 @gluon.jit
-def _copy_planes(
-    planes, word_at, scales, scale_at, plane_buffer, scale_buffer, stage, most, C: gl.constexpr, TIED: gl.constexpr
-):  # fmt: skip
-    """Ask for a stretch of every plane that is read, and its scales."""
-    for c in gl.static_range(C):
-        if c == 0 or c < most:
-            plane = planes[c].to(gl.pointer_type(gl.int32))
-            copy(plane_buffer.index(stage * C + c), plane + word_at)
-            if c == 0 or not TIED:
-                number = stage if TIED else stage * C + c
-                copy(scale_buffer.index(number), scales[c] + scale_at)
+def _give_turn(turns, own: gl.constexpr, cut: gl.constexpr):
+    if cut.TURNS:
+        barrier()
+        mbarrier.arrive(turns.index((own + 1) % cut.NC), count=1)
 
 
 @gluon.jit
-def _read_plane(
-    plane_buffer, scale_buffer, stage, c, W: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, NW: gl.constexpr
-):  # fmt: skip
-    """The words of a stretch of plane c, W tensors [BM, 4] int32, and their stored scale [BM, 4]."""
-    lanes: gl.constexpr = word_layout(NW, 1)
-    words = words_of(plane_buffer.index(stage * C + c).load(word_layout(NW, W)), W, 16 * NW, lanes)
-    stored = scale_buffer.index(stage if TIED else stage * C + c)
-    if stored.shape[1] == 4:
-        raw = stored.load(lanes)
-    else:  # one for two lanes
-        raw = stored.load(gl.SliceLayout(2, pair_layout(NW)))[:, :, None].broadcast_to([16 * NW, 2, 2])
-        raw = gl.convert_layout(raw.reshape(16 * NW, 4), lanes, assert_trivial=True)
-    return words, raw
-
-
-@gluon.jit
-def _chosen(words, w, B: gl.constexpr, W: gl.constexpr):
-    """The words of B blocks from w on: all of a stretch, or one."""
-    if B == W:
-        chosen = words
-    elif W == 2:
-        chosen = (gl.where(w == 0, words[0], words[1]),)
+def _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own: gl.constexpr, cut: gl.constexpr):
+    """As `_multiply_level`, where all slices have one k: those of a full tile are not waited for one by one."""
+    _, x, sums, _, _, x_full, _, turns = memory
+    left: gl.constexpr = left_layout(cut.S)
+    _arrive(x_full, number, cut.B, cut.NS)
+    base = bases(base, left)
+    if cut.TURNS:
+        mbarrier.wait(turns.index(own), (number // cut.B + (1 if own == 0 else 0)) % 2)
+    if (levels >> 4 * (cut.P - 1)) & 15 > 0:
+        for i in gl.static_range(cut.B):
+            accs = _begin(accs, fragment(parts[i], left), x, (number + i) % cut.NS, cut.P)
+        if cut.B == cut.W:
+            accs = _begin(accs, base, sums, stage, cut.P)
+        _give_turn(turns, own, cut)
+        accs = _finished(accs, cut.P)
     else:
-        chosen = (gl.where(w < 2, gl.where(w == 0, words[0], words[1]), gl.where(w == 2, words[2], words[3])),)
-    return chosen
+        for i in gl.static_range(cut.B):
+            accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, most, cut.P)
+        if cut.B == cut.W:
+            accs = _multiply(accs, base, sums, stage, levels, most, cut.P)
+        _give_turn(turns, own, cut)
+    if cut.B != cut.W:  # noqa: SIM102  one is known to the compiler, the other is not
+        if w == cut.W - 1:
+            accs = _begin(accs, base, sums, stage, cut.P)
+            accs = _finished(accs, cut.P)
+    return accs
 
 
 @gluon.jit
-def _multiply_blocks(
-    accs, x, arrived, phase, plane_buffer, scale_buffer, stage, w, unit, power, levels, most, present, W: gl.constexpr,
-    B: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, NW: gl.constexpr, P: gl.constexpr, left: gl.constexpr,
-):  # fmt: skip
-    """Unpack B blocks of the weight, without their offsets, plane by plane, and multiply where pairs stop."""
-    BM: gl.constexpr = 16 * NW
-    parts = ((gl.full((BM, 4), 0, gl.int32, word_layout(NW, 1)),) * 16,) * B
-    words, raw = _read_plane(plane_buffer, scale_buffer, stage, 0, W, C, TIED, NW)
-    words = _chosen(words, w, B, W)
+def _multiply_blocks(accs, memory, tile, stage, w, number, still, own: gl.constexpr, cut: gl.constexpr):
+    """Unpack B blocks of the weight, of a stretch from w on, plane by plane, and multiply where pairs stop."""
+    unit, power, levels, most, present = tile
+    planes, scales, offsets = memory[0]
+    B: gl.constexpr = cut.B
+    W: gl.constexpr = cut.W
+    C: gl.constexpr = cut.C
+    TIED: gl.constexpr = cut.TIED
+    parts = ((gl.full((64, 4), 0, gl.int32, word_layout(1)),) * 16,) * B
+    total = gl.full((64, 4), 0.0, gl.float32, word_layout(1))
+    words, raw = read_plane(planes[own], scales[own], stage, 0, W, C, TIED)
+    words = chosen(words, w, B, W)
     share = power * 2.0**14
     for c in range(most):
-        later, raw_later = _read_plane(plane_buffer, scale_buffer, stage, gl.minimum(c + 1, C - 1), W, C, TIED, NW)
+        later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
         if TIED:
             share = share * 0.5
-            scale = tied_scale(raw, unit)
+            scale = tied_scale(raw, unit) * share
         else:
-            scale = raw.to(gl.float32)
-        pairs, new = twice(scale * share, True), ()
+            scale = raw.to(gl.float32) * share
+        total += scale
+        pairs, new = twice(scale, True), ()
         for i in gl.static_range(B):
             new = new + (add_plane(parts[i], words[i], pairs, True),)
-        parts, words, raw = new, _chosen(later, w, B, W), raw_later
-        if (present >> (c + 1)) % 2 == 1:
-            hopper.mbarrier.wait(arrived, phase)
+        parts = new
+        if not cut.ONE:  # noqa: SIM102  one is known to the compiler, the other is not
+            if (present >> (c + 1)) % 2 == 1:
+                base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
+                accs = _multiply_level(accs, parts, base, memory, stage, number, levels, c + 1, B == W or w == W - 1, cut)
+        words, raw = chosen(later, w, B, W), raw_later
+        number += still  # else the compiler works out where x is for every level before the first, and runs out of registers
+    if cut.ONE:
+        base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
+        accs = _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own, cut)
+    return accs
+
+
+@gluon.jit
+def _compute(given, own: gl.constexpr, cut: gl.constexpr):
+    """A warp group that computes 64 rows of each tile."""
+    factor, order, tiles, peaks, unit, bias, out, still, memory = given
+    _, _, _, plane_full, plane_empty, _, x_empty, _ = memory
+    B: gl.constexpr = cut.B
+    W: gl.constexpr = cut.W
+    blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
+    turn, number = 0, 0
+    for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
+        block, entry = item % blocks, tiles + item // blocks * (3 + 2 * cut.P)
+        expert = gl.load(entry)
+        starts, levels, most, present = slices_of(entry, 0, cut.P)
+        power, tied_unit = gl.load(peaks + expert), 0.0
+        if cut.TIED:
+            tied_unit = gl.load(unit + expert)
+        tile = (tied_unit, power, levels, most, present)
+        accs = (gl.zeros((64, cut.S), gl.float32, product_layout(cut.S)),) * cut.P
+        for b in range(0, cut.IN // 128, B):
+            stage, w = turn % 2, b % W
+            mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
+            accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, own, cut)
+            barrier()
             for i in gl.static_range(B):
-                accs = _multiply(accs, fragment(parts[i], BM, left), x, i, 0, levels, c + 1, P)
-    return accs
+                mbarrier.arrive(x_empty.index((number + i) % cut.NS), count=1)
+            number += B
+            if B == W:
+                mbarrier.arrive(plane_empty.index(stage), count=1)
+                turn += 1
+            else:
+                mbarrier.arrive(plane_empty.index(stage), count=1, pred=w == W - 1)
+                turn += (w == W - 1).to(gl.int32)
+        for j in gl.static_range(cut.P):
+            if (levels >> 4 * j) & 15 > 0:
+                store(accs[j], 1.0 / power, factor, order, bias, out, block * cut.NC + own, expert, entry + j, cut)
 
 
-@gluon.jit
-def _ask(x, starts, first, blocks: gl.constexpr, buffer, arrived, P: gl.constexpr, S: gl.constexpr):
-    """Ask for blocks of 128 inputs of every slice, from input `first` on."""
-    hopper.mbarrier.expect(arrived, blocks * P * S * 256)
-    for i in gl.static_range(blocks):
-        for j in gl.static_range(P):
-            load_tile(x, [starts[j], first + i * 128], arrived, buffer.index(i * P + j))
-
-
-@gluon.jit
-def _store(
-    acc, back, factor, order, bias, out, block, expert, entry,
-    OUT: gl.constexpr, BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
-    BM: gl.constexpr, P: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Bias, activation and the rows of `out`."""
-    HALF: gl.constexpr = OUT // 2
-    BN: gl.constexpr = P * S
-    n, live = _columns(entry, P, S, gl.SliceLayout(0, acc.type.layout))
-    result = acc * (back * gl.load(factor + n, mask=live, other=0.0))[None, :]
-    if GATED:
-        gate, up = gl.split(result.reshape(BM // 16, 2, 8, BN).permute(0, 2, 3, 1))
-        gate, up = gate.reshape(BM // 2, BN), up.reshape(BM // 2, BN)
-        if BIAS:
-            row = block * (BM // 2) + gl.arange(0, BM // 2, gl.SliceLayout(1, gate.type.layout))
-            own = bias + expert * OUT + row
-            gate += gl.load(own, mask=row < HALF, other=0.0).to(gl.float32)[:, None]
-            up += gl.load(own + HALF, mask=row < HALF, other=0.0).to(gl.float32)[:, None]
-        result = activate_gated(gate, up, ACT)
-    else:
-        if BIAS:
-            row = block * BM + gl.arange(0, BM, gl.SliceLayout(1, acc.type.layout))
-            result += gl.load(bias + expert * OUT + row, mask=row < OUT, other=0.0).to(gl.float32)[:, None]
-        result = activate_plain(result, ACT)
-    R: gl.constexpr = BM // 2 if GATED else BM
-    width: gl.constexpr = HALF if GATED else OUT
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, NW], [0, 1])
-    whole = gl.convert_layout(result.to(out.dtype.element_ty), layout)
-    n, live = _columns(entry, P, S, gl.SliceLayout(0, layout))
-    target = n
-    if TARGET:
-        target = gl.load(order + n, mask=live, other=0)
-    row = block * R + gl.arange(0, R, gl.SliceLayout(1, layout))
-    at = target[None, :].to(gl.int64) * width + row[:, None]
-    gl.store(out + at, whole, mask=live[None, :] & (row < width)[:, None])
-
-
-@gluon.jit
-def _slices(entry, rows, P: gl.constexpr):
-    """Beginnings of the slices of a tile, their k in 4 bits each, the largest, and a mask with bit k for each."""
-    starts, levels, most, present = (), gl.load(entry) * 0, gl.load(entry) * 0, gl.load(entry) * 0
-    for j in gl.static_range(P):
-        level = gl.load(entry + (3 + P + j))
-        starts = starts + (gl.where(level > 0, gl.load(entry + (2 + j)), rows),)  # beyond the rows nothing is read
-        levels = levels | (level << 4 * j)
-        most = gl.maximum(most, level)
-        present = present | (1 << level)
-    return starts, levels, most, present
-
-
-@gluon.jit
-def _offsets(expert, block, copied, width, BM: gl.constexpr, OUT: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr):
-    """Where the first COUNT of `width` things in a row stand, for each row of the tile: int64 [BM, COUNT]."""
-    line = expert.to(gl.int64) * OUT + line_of(block, gl.SliceLayout(1, copied), BM, OUT, GATED)
-    return line[:, None] * width + gl.arange(0, COUNT, gl.SliceLayout(0, copied))[None, :]
-
-
-@gluon.jit
-def _all_bases(
-    x, starts, buffer, arrived, scales, offset, unit, power, expert, block, levels, most, present,
-    OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, GATED: gl.constexpr,
-    P: gl.constexpr, S: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """The products of the offsets, fp32 [BM, S] for each slice."""
-    left: gl.constexpr = left_layout(NW, S)
-    CHUNKS: gl.constexpr = (GROUPS + 15) // 16
-    accs = (gl.zeros((16 * NW, S), gl.float32, product_layout(NW, S)),) * P
-    line = expert.to(gl.int64) * OUT + line_of(block, gl.SliceLayout(1, left), 16 * NW, OUT, GATED)
-    group = gl.arange(0, 16, gl.SliceLayout(0, left))
-    for b in range((CHUNKS + 3) // 4):  # four stand in a block
-        barrier()
-        _ask(x, starts, IN + b * 128, 1, buffer, arrived, P, S)
-        hopper.mbarrier.wait(arrived, b % 2)
-        barrier()
-        for i in gl.static_range(min(4, CHUNKS)):
-            accs = _multiply_bases(
-                accs, buffer, scales, offset, unit, power, line, 64 * b + 16 * i + group, levels, most, present,
-                32 * i, GROUPS, C, TIED, P,
-            )  # fmt: skip
-    return accs
-
-
-@gluon.jit
-def _all_blocks(
-    x, starts, buffer, arrived, planes, scales, offset, unit, power, expert, block, levels, most, present,
-    OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
-    GATED: gl.constexpr, P: gl.constexpr, S: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """W_k x of a tile, fp32 [BM, S] for each slice."""
-    OWN: gl.constexpr = 128 * W // GROUP  # groups in a stretch
-    word_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32 // W, W], [NW, 1], [1, 0])
-    size: gl.constexpr = 32 // scales[0].dtype.element_ty.primitive_bitwidth  # scales in 4 bytes, the least that is copied
-    scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [NW, 1], [1, 0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    plane_buffer = gl.allocate_shared_memory(gl.int32, [2 * C, 16 * NW, 4 * W], plain)
-    kept: gl.constexpr = 2 if TIED else 2 * C
-    scale_buffer = gl.allocate_shared_memory(scales[0].dtype.element_ty, [kept, 16 * NW, OWN], plain)
-    word_at = _offsets(expert, block, word_copy, IN // 32, 16 * NW, OUT, 4 * W, GATED)
-    scale_at = _offsets(expert, block, scale_copy, GROUPS, 16 * NW, OUT, OWN, GATED)
-    _copy_planes(planes, word_at, scales, scale_at, plane_buffer, scale_buffer, 0, most, C, TIED)
-    async_copy.commit_group()
-    accs = _all_bases(
-        x, starts, buffer, arrived, scales, offset, unit, power, expert, block, levels, most, present,
-        OUT, IN, GROUPS, C, TIED, GATED, P, S, NW,
-    )  # fmt: skip
-    for b in range(0, IN // 128, B):
-        async_copy.wait_group(0)
-        barrier()
-        _ask(x, starts, b * 128, B, buffer, arrived, P, S)
-        if IN // 128 > W:  # noqa: SIM102  Triton 3.6 cannot compile a copy that turns out never to run
-            if (b % W == 0) & (b + W < IN // 128):
-                word_at, scale_at = fresh(word_at, 4 * W, 4), fresh(scale_at, OWN, size)
-                _copy_planes(planes, word_at, scales, scale_at, plane_buffer, scale_buffer, (b // W + 1) % 2, most, C, TIED)
-        async_copy.commit_group()
-        barrier()  # else the compiler sets one in front of every product
-        accs = _multiply_blocks(
-            accs, buffer, arrived, (b // B + (GROUPS + 63) // 64) % 2, plane_buffer, scale_buffer, b // W % 2, b % W, unit,
-            power, levels, most, present, W, B, C, TIED, NW, P, left_layout(NW, S),
-        )  # fmt: skip
-    return accs
-
-
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "still"])
 def hopper_prefill_kernel(
-    x, factor, order, tiles, peaks, rows, planes, scales, offset, unit, bias, out,
+    x, sums, factor, order, tiles, peaks, rows, still, planes, scales, offset, unit, bias, out,
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
-    P: gl.constexpr, S: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NW: gl.constexpr,
+    P: gl.constexpr, S: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
+    ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
-    """One tile of P slices of up to S pairs: out[row of the pair] = act(W_k x + bias).
+    """Tiles of P slices of up to S pairs: out[row of the pair] = act(W_k x + bias).
 
-    x: descriptor of the prepared rows [rows, IN and the sums], in sorted order. B: blocks of 128 inputs at once, W or 1.
+    x, sums: descriptors of the prepared rows, in sorted order, of 128 and of 16 columns. still: 0. A lane has REGS registers in
+    the warp groups that compute, BRING in the one that brings.
     """
-    BM: gl.constexpr = 16 * NW
-    blocks: gl.constexpr = (OUT + BM - 1) // BM
-    block, entry = gl.program_id(0) % blocks, tiles + gl.program_id(0) // blocks * (3 + 2 * P)
-    expert = gl.load(entry)
-    if expert < 0:
-        return
-    starts, levels, most, present = _slices(entry, rows, P)
-    power, tied_unit = gl.load(peaks + expert), 0.0
-    if TIED:
-        tied_unit = gl.load(unit + expert)
-    buffer = gl.allocate_shared_memory(gl.float16, [B * P, S, 128], gl.NVMMASharedLayout(128, 16, 2))
-    arrived = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
-    hopper.mbarrier.init(arrived, count=1)
-    accs = _all_blocks(
-        x, starts, buffer, arrived, planes, scales, offset, tied_unit, power, expert, block, levels, most, present,
-        OUT, IN, GROUPS, GROUP, C, TIED, GATED, P, S, W, B, NW,
-    )  # fmt: skip
-    _store(
-        beside(accs, BM, P * S), 1.0 / power, factor, order, bias, out, block, expert, entry,
-        OUT, BIAS, ACT, GATED, TARGET, BM, P, S, NW,
-    )  # fmt: skip
+    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, P, S, W, B, NC, NS, ONE, TURNS)
+    memory = kept(scales, offset, cut)
+    common = (factor, order, tiles, peaks, unit, bias, out, still, memory)
+    needs = (x, sums, tiles, rows, (planes, scales, offset), memory)
+    if NC == 2:
+        gl.warp_specialize(
+            [(_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (bring, (needs, cut))], [4, 4], [REGS, BRING]
+        )
+    elif NC == 3:
+        gl.warp_specialize(
+            [(_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (_compute, (common, 2, cut)), (bring, (needs, cut))],
+            [4, 4, 4], [REGS, REGS, BRING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (_compute, (common, 2, cut)),
+                (_compute, (common, 3, cut)), (bring, (needs, cut)),
+            ],
+            [4, 4, 4, 4], [REGS, REGS, REGS, BRING],
+        )  # fmt: skip

@@ -37,8 +37,11 @@ def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
     return all(supported(weight) for weight in weights)
 
 
-def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, *arguments) -> Tensor:
-    """Call `prefill_ffn` or `prefill_matmul`: by the kernels that this card has of its own, else by those for any card."""
+def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, arguments: tuple, *guesses) -> Tensor:
+    """Call `prefill_ffn` or `prefill_matmul`: by the kernels that this card has of its own, else by those for any card.
+
+    guesses: arguments that only the former take.
+    """
     from triton.errors import TritonError
 
     from dpamoe.kernels import triton_experts
@@ -48,7 +51,7 @@ def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, *argu
 
         if hopper_experts.usable(*weights):
             try:
-                return getattr(hopper_experts, name)(*arguments)
+                return getattr(hopper_experts, name)(*arguments, *guesses)
             except (TritonError, RuntimeError) as error:
                 if not isinstance(error, TritonError) and "PassManager" not in str(error):
                     raise
@@ -204,7 +207,7 @@ def _expert_matmul(
         with torch.cuda.device_of(x):
             if few:
                 return triton_experts.decode_matmul(*arguments)
-            return _many_tokens(x, (weight,), "prefill_matmul", *arguments)
+            return _many_tokens(x, (weight,), "prefill_matmul", arguments)
     return grouped.expert_matmul(x, expert_ids, chunks, weight, bias)
 
 
@@ -225,9 +228,9 @@ def _expert_ffn(
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
-    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's word that all pairs of an expert
-    have the same k, which saves a launch or takes a wider tile; False is always right. Raises ValueError on shapes that do
-    not fit.
+    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's guess that all pairs of an expert
+    have the same k, by which kernels may choose how they cut their work; a wrong guess costs time alone. Raises ValueError on
+    shapes that do not fit.
     """
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
@@ -273,7 +276,7 @@ def _ffn_in_triton(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if few:
             return triton_experts.decode_ffn(*arguments, source)
-        return _many_tokens(x, (up, down), "prefill_ffn", *arguments, one_k)
+        return _many_tokens(x, (up, down), "prefill_ffn", arguments, one_k)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):

@@ -159,7 +159,7 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
     tiles = torch.empty(min(pairs, experts) + pairs // tile.mixed, 5, dtype=torch.int32, device=ids.device)
-    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, SLICES=0)
+    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, SLICES=0, TOGETHER=0)
     return Sorted(order, levels, tiles, peaks, tile)
 
 
@@ -191,26 +191,23 @@ def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     stretches = triton.cdiv(width, 128)
     ready = torch.empty(rows, stretches * 128, dtype=torch.float16, device=x.device)
     factor = torch.empty(rows, dtype=torch.float32, device=x.device)
-    prepare_kernel[(rows,)](
-        x, x, ready, factor, x.stride(0), rows, A=0, IN=width, STRETCHES=stretches,
-        STRETCHES_PAD=triton.next_power_of_2(stretches), W=1, GROUP=0, SUMS=0,
-    )  # fmt: skip
+    padded = triton.next_power_of_2(stretches)
+    prepare_kernel[(rows,)](x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=padded)
     return ready, factor
 
 
 def prefill_product(
-    x: Tensor, by: Sorted, second: bool, weight: EncodedWeight, bias: Tensor | None, act: str, source: int, out: Tensor,
-    one_k: bool = False,
-) -> None:  # fmt: skip
+    x: Tensor, by: Sorted, second: bool, weight: EncodedWeight, bias: Tensor | None, act: str, source: int, out: Tensor
+) -> None:
     """out[row of a pair] = act(W_k x + bias).
 
     second: whether it is the second weight that the pairs were sorted for, whose results go back into the order of pairs.
-    source: pairs that share a row of x, 0 where x is in sorted order. one_k: no expert has pairs with different k.
+    source: pairs that share a row of x, 0 where x is in sorted order.
     """
     tile, gated = by.tile, act != "" and is_gated(act)
     ready, factor = prepare_rows(x)
     grid = (triton.cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
-    for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed))[: 1 if one_k else 2]:
+    for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
         prefill_kernel[grid](
             ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *tensors_of(weight, bias), out,
             **shape_of(weight), BIAS=bias is not None, ACT=act, GATED=gated, SOURCE=source, TARGET=second, BM=tile.rows,
@@ -238,7 +235,7 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     )
 
 
-def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str, one_k: bool = False) -> Tensor:
+def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str) -> Tensor:
     """The expert block for many tokens, [T, H_out]: sorted, two grouped products, slots summed in order."""
     tokens, active = ids.shape
     experts, width, _ = down.offset.shape
@@ -247,8 +244,8 @@ def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation:
     hidden = torch.empty(ids.numel(), down.in_features, dtype=inner, device=x.device)
     rows = torch.empty(ids.numel(), width, dtype=inner, device=x.device)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    prefill_product(x, by, False, up, up_bias, activation, active, hidden, one_k)
-    prefill_product(hidden, by, True, down, down_bias, "", 0, rows, one_k)
+    prefill_product(x, by, False, up, up_bias, activation, active, hidden)
+    prefill_product(hidden, by, True, down, down_bias, "", 0, rows)
     combine(rows, ids, chunks, gates, experts, out)
     return out
 

@@ -71,14 +71,15 @@ def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
-    SLICES: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
+    SLICES: tl.constexpr, TOGETHER: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
     """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
     One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
-    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. SLICES: see `_write_slices`, MIXED pairs in each,
-    BN is not used. E programs more find the power of two under which all scales and offsets of an expert are below 1: peaks
-    fp32 [2, E], of the up and the down weight, whose groups number UP and DOWN.
+    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With SLICES tiles are those of `_write_slices`,
+    MIXED pairs in each slice, and levels is the place of each pair in the order, -1 for those that are not there. E programs
+    more find the power of two under which all scales and offsets of an expert are below 1: peaks fp32 [2, E], of the up and the
+    down weight, whose groups number UP and DOWN.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
@@ -90,18 +91,21 @@ def sort_kernel(
         same = (key[:, None] == other[None, :]) & (tl.arange(0, B)[None, :] < tl.arange(0, B)[:, None])
         place = tl.gather(start, key, 0) + tl.sum(same.to(tl.int32), 1)
         tl.store(order + place, at, mask=held)
-        tl.store(levels + place, key % LEVELS + 1, mask=held)
+        if SLICES:
+            tl.store(levels + at, tl.where(held, place, -1), mask=at < pairs)
+        else:
+            tl.store(levels + place, key % LEVELS + 1, mask=held)
     elif block > blocks:
         expert = block - blocks - 1
         if tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0:
             tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
             tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
     else:
-        own = tl.load(totals + tl.arange(0, KEYS)).reshape(KEYS // 8, 8)
+        own = tl.load(totals + tl.arange(0, KEYS))
         if SLICES:
-            _write_slices(tiles, own, most_tiles, KEYS // 8, SLICES, MIXED)
+            _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, SLICES, MIXED)
         else:
-            _write_tiles(tiles, own, most_tiles, KEYS // 8, BN, MIXED)
+            _write_tiles(tiles, own.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
 
 
 @triton.jit
@@ -129,13 +133,14 @@ def _write_tiles(tiles, own, most_tiles, E_PAD: tl.constexpr, BN: tl.constexpr, 
 
 
 @triton.jit
-def _write_slices(tiles, own, most_tiles, E_PAD: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr):
-    """All tiles of up to SLICES slices, each up to S pairs of one expert and k; own int32 [E_PAD, 8]: pairs by expert and k.
+def _write_slices(tiles, own, KEYS: tl.constexpr, TOGETHER: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr):
+    """All tiles of up to SLICES slices, each up to S pairs of one expert and k.
 
-    tiles int32 [most_tiles, 3 + 2 SLICES]: expert (-1: none), the number of tiles in the first and free in the others, the
-    beginnings of the slices, one more than there are, and the k of each, 0 for an empty one.
+    own int32 [KEYS / TOGETHER, TOGETHER]: pairs by expert and k, of which those of a row may share a tile. tiles int32
+    [any, 3 + 2 SLICES]: expert, the number of tiles in the first and free in the others, the beginnings of the slices, one more
+    than there are, and the k of each, 0 for an empty one.
     """
-    expert = tl.arange(0, E_PAD)
+    key = tl.arange(0, KEYS // TOGETHER) * TOGETHER
     number = tl.sum(own, 1)
     start = tl.cumsum(number, 0) - number
     each = (own + S - 1) // S
@@ -147,94 +152,30 @@ def _write_slices(tiles, own, most_tiles, E_PAD: tl.constexpr, SLICES: tl.conste
     for turn in range(0, tl.max(count, 0)):
         entry = tiles + (tile - count + turn) * (3 + 2 * SLICES)
         live = turn < count
-        tl.store(entry, expert, mask=live)
-        for j in tl.static_range(SLICES + 1):
+        tl.store(entry, key // LEVELS, mask=live)
+        for j in range(SLICES + 1):
             done = tl.minimum(turn * SLICES + j, slices)
             before = tl.sum(tl.minimum(own, tl.maximum(done[:, None] - (ends - each), 0) * S), 1)
+            k = key % LEVELS + tl.sum((ends <= done[:, None]).to(tl.int32), 1) + 1
             tl.store(entry + 2 + j, start + before, mask=live)
-            if j < SLICES:
-                k = tl.sum((ends <= done[:, None]).to(tl.int32), 1) + 1
-                tl.store(entry + 3 + SLICES + j, tl.where(done < slices, k, 0), mask=live)
-    for first in range(tl.max(tile, 0), most_tiles, 128):
-        rest = first + tl.arange(0, 128)
-        tl.store(tiles + rest * (3 + 2 * SLICES), tl.full((128,), -1, tl.int32), mask=rest < most_tiles)
+            tl.store(entry + 3 + SLICES + j, tl.where(done < slices, k, 0), mask=live & (j < SLICES))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def prepare_kernel(
-    x, order, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, STRETCHES: tl.constexpr,
-    STRETCHES_PAD: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [programs, 128 STRETCHES + SUMS].
+@triton.jit
+def prepare_kernel(x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.constexpr, STRETCHES_PAD: tl.constexpr):
+    """One row of x, divided by a power of two, as fp16 in the order of the matrix unit; ready [rows, 128 STRETCHES].
 
-    Input 32 (l W + w) + 16 h + s of a stretch of 128 W goes to block w, place 8 s + 2 l + h, and carries
-    2^(19 - place of bit s). Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [programs]
-    takes back. A: 0, or row i is that of pair order[i], and A pairs share one of the `rows` of x. SUMS: 0, or so many columns
-    follow with 16 times the sums over groups: of each 16 groups the numbers in fp16, then their remainders.
+    Input 32 l + 16 h + s of a stretch goes to place 8 s + 2 l + h and carries 2^(19 - place of bit s). Times the unpacked
+    weight (weight * 2^(place - 11)) that is 2^8 too much, which factor [rows] takes back.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if A:
-        source = (tl.load(order + row) // A).to(tl.int64)
-        if (source < 0) | (source >= rows):  # pairs that are not computed have no place in the order
-            return
     at = tl.arange(0, STRETCHES_PAD * 128)
-    value = tl.load(x + source * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
     power, inverse = unit_power(tl.max(tl.abs(value), 0))
     scaled = (value * inverse * place_power(at % 16, 19)).to(tl.float16)
-    moved = scaled.reshape(STRETCHES_PAD // W, 4, W, 2, 16).permute(0, 2, 4, 1, 3).reshape(STRETCHES_PAD * 128)
-    own = ready + row * (STRETCHES * 128 + SUMS)
-    tl.store(own + at, moved, mask=at < STRETCHES * 128)
+    moved = scaled.reshape(STRETCHES_PAD, 4, 2, 16).permute(0, 3, 1, 2).reshape(STRETCHES_PAD * 128)
+    tl.store(ready + row * (STRETCHES * 128) + at, moved, mask=at < STRETCHES * 128)
     tl.store(factor + row, power * 2.0**-7)
-    if SUMS:
-        total = tl.sum((value * inverse).reshape(STRETCHES_PAD * 128 // GROUP, GROUP), 1) * 16
-        high = total.to(tl.float16)
-        group = tl.arange(0, STRETCHES_PAD * 128 // GROUP)
-        place = own + STRETCHES * 128 + group // 16 * 32 + group % 16
-        tl.store(place, high, mask=group < SUMS // 2)
-        tl.store(place + 16, (total - high.to(tl.float32)).to(tl.float16), mask=group < SUMS // 2)
-        rest = STRETCHES_PAD * 128 // GROUP + tl.arange(0, 64)  # what is left of the last 64
-        place = own + STRETCHES * 128 + rest // 16 * 32 + rest % 16
-        tl.store(place, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
-        tl.store(place + 16, tl.zeros((64,), tl.float16), mask=rest < SUMS // 2)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def prepare_stretches_kernel(
-    x, order, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, STRETCHES: tl.constexpr,
-    STRETCHES_PAD: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """As `prepare_kernel`, with sums as `hopper_stream` takes them: 16 columns for each stretch of 128 W inputs, behind all.
-
-    Lane l has column 2 l and 8 + 2 l: the sum over its group as a fp16 number; column 2 l + 1 has what is left of it. Where two
-    lanes share a group the second has zeros.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    source = row
-    if A:
-        source = (tl.load(order + row) // A).to(tl.int64)
-        if (source < 0) | (source >= rows):  # pairs that are not computed have no place in the order
-            return
-    SUMS: tl.constexpr = STRETCHES // W * 16
-    LANES: tl.constexpr = GROUP // (32 * W)  # that share a group
-    at = tl.arange(0, STRETCHES_PAD * 128)
-    value = tl.load(x + source * x_row + at, mask=at < IN, other=0.0).to(tl.float32)
-    power, inverse = unit_power(tl.max(tl.abs(value), 0))
-    scaled = (value * inverse * place_power(at % 16, 19)).to(tl.float16)
-    moved = scaled.reshape(STRETCHES_PAD // W, 4, W, 2, 16).permute(0, 2, 4, 1, 3).reshape(STRETCHES_PAD * 128)
-    own = ready + row * (STRETCHES * 128 + SUMS)
-    tl.store(own + at, moved, mask=at < STRETCHES * 128)
-    tl.store(factor + row, power * 2.0**-7)
-    total = tl.sum((value * inverse).reshape(STRETCHES_PAD * 128 // GROUP, GROUP), 1) * 16
-    high = total.to(tl.float16)
-    low = (total - high.to(tl.float32)).to(tl.float16)
-    lane = tl.arange(0, STRETCHES_PAD * 128 // GROUP) * LANES
-    place, inside = own + STRETCHES * 128 + lane // 4 * 16 + lane % 4 * 2, lane < STRETCHES // W * 4
-    for i in tl.static_range(LANES):
-        tl.store(place + 2 * i, high if i == 0 else high * 0, mask=inside)
-        tl.store(place + 2 * i + 1, low if i == 0 else low * 0, mask=inside)
-        tl.store(place + 2 * i + 8, high if i == 0 else high * 0, mask=inside)
-        tl.store(place + 2 * i + 9, low * 0, mask=inside)
 
 
 @triton.jit

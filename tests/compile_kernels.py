@@ -3,7 +3,7 @@
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
 "hopper" or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
-spilled registers.
+spilled registers; "hopper": also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -13,11 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dpamoe.kernels import (
+    hopper_rows,
     triton_allocate,
     triton_decode,
     triton_encode,
@@ -27,13 +29,14 @@ from dpamoe.kernels import (
     triton_sort,
     triton_threshold,
 )
+from dpamoe.kernels.layout import EncodedWeight
 
 EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
 TYPES = {
     "x": "*bf16", "ids": "*i64", "chunks": "*i32", "gates": "*bf16", "planes": ("*u8",) * PLANES,
     "scales": ("*fp16",) * PLANES, "offset": "*fp16", "unit": "*fp16", "bias": "*fp16", "out": "*bf16",
     "residuals": "*fp32", "table": "*fp32", "thresholds": "*fp32", "budget": "*fp32", "k_max": "*i32",
-    "factor": "*fp32", "order": "*i32", "levels": "*i32",
+    "factor": "*fp32", "order": "*i32", "levels": "*i32", "places": "*i32",
     "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
@@ -105,17 +108,26 @@ def around(card):
     """Sorting, reordering and summing."""
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
+    tiles = {
+        "sort": {"BN": 128, "MIXED": 64, "SLICES": 0, "TOGETHER": 0},
+        "slices": {"BN": 0, "MIXED": 64, "SLICES": 4, "TOGETHER": 8},
+        "one k": {"BN": 0, "MIXED": 64, "SLICES": 3, "TOGETHER": 1},
+    }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
         "scan": compile_for(card, triton_sort.scan_kernel, {"KEYS": 8 * EXPERTS, "SOME": 64, "AT_ONCE": 32}),
-        "sort": compile_for(card, triton_sort.sort_kernel, keys | scales | {"BN": 128, "MIXED": 64, "SLICES": 0}, num_warps=8),
-        "slices": compile_for(
-            card, triton_sort.sort_kernel, keys | scales | {"BN": 0, "MIXED": 64, "SLICES": 2}, num_warps=8
-        ),
+        **{
+            name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut, num_warps=8) for name, cut in tiles.items()
+        },
         "prepare": compile_for(
             card, triton_sort.prepare_kernel,
-            {"A": ACTIVE, "IN": HIDDEN, "STRETCHES": 16, "STRETCHES_PAD": 16, "W": 2, "GROUP": GROUP, "SUMS": 128},
-            {"rows": "i32"},
+            {"IN": HIDDEN, "STRETCHES": 16, "STRETCHES_PAD": 16},
+        ),
+        "spread": compile_for(
+            card, hopper_rows.prepare_kernel, {"A": ACTIVE, "IN": HIDDEN, "PAD": HIDDEN, "W": 2, "ROWS": 1}, {"rows": "i32"}
+        ),
+        "hidden": compile_for(
+            card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4}, {"rows": "i32"}
         ),
         "combine": compile_for(
             card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}
@@ -162,31 +174,56 @@ def encode(card):
 
 
 def hopper(card):
-    """Every cut of the prefill kernel that only Hopper runs, for both products."""
+    """Every cut of the prefill kernel that only Hopper runs, for both products; for words of which lanes take two and four."""
     found = {}
     if card != 90:
         return found
+    from dpamoe.kernels import hopper_experts
+
+    up, down = UP | {"TARGET": False}, DOWN | {"TARGET": True, "ACT": "", "GATED": False}
+    narrow = down | {"IN": 2 * GROUP, "GROUPS": 2}  # a single stretch, after which there is nothing more to ask for
+    half = up | {"GROUP": GROUP // 2, "GROUPS": 2 * HIDDEN // GROUP}
+    wide = {"TIED": True, "IN": 4 * INNER, "GROUPS": 4 * INNER // GROUP}
+    kinds = {"up": up, "down": down, "narrow": narrow, "half": half, "tied up": up | wide, "tied down": down | wide}
+    for name, sizes in kinds.items():
+        for one_k in (False, True):
+            weight = weight_of(sizes)
+            for pairs in (12, 48, 192, 193):
+                cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
+                title = f"hopper {name} {cut.slices} of {cut.pairs}{', one k' if one_k else ''}"
+                if title not in found:
+                    found[title] = hopper_kernel(card, sizes, cut, one_k, hopper_experts.words_at_once(weight))
+                    found[title]["most"] = hopper_experts.shared_memory(cut, weight)
+    return found
+
+
+def weight_of(sizes):
+    """An encoded weight of these sizes without numbers."""
+    shape, tied = (EXPERTS, sizes["OUT"], sizes["GROUPS"]), sizes["TIED"]
+    planes = [torch.empty(*shape[:2], sizes["IN"] // 8, dtype=torch.uint8, device="meta")] * PLANES
+    scales = [torch.empty(shape, dtype=torch.uint8 if tied else torch.float16, device="meta")] * (1 if tied else PLANES)
+    offset = torch.empty(shape, dtype=torch.int8 if tied else torch.float16, device="meta")
+    unit = torch.empty(EXPERTS, device="meta") if tied else None
+    return EncodedWeight(planes, scales, offset, unit, sizes["IN"], sizes["GROUP"])
+
+
+def hopper_kernel(card, sizes, cut, one_k, words):
+    """The prefill kernel for Hopper, cut so."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from dpamoe.kernels import hopper_experts, hopper_prefill
 
-    for _, tile in hopper_experts.TILES + hopper_experts.TILES_OF_ONE_K:
-        rows = f"tensordesc<fp16[{tile.pairs}, 128],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-        cut = {"P": tile.slices, "S": tile.pairs, "W": 2, "B": 2 if tile.whole else 1, "NW": hopper_experts.WARPS}
-        down = DOWN | {"TARGET": True, "ACT": "", "GATED": False}
-        narrow = down | {"IN": 2 * GROUP, "GROUPS": 2}  # a single stretch, after which there is nothing more to ask for
-        for name, sizes in (("up", UP | {"TARGET": False}), ("down", down), ("narrow", narrow)):
-            constants = {key: value for key, value in (sizes | cut).items() if key not in ("E", "ASM")}
-            found[f"hopper {name} {tile.slices} of {tile.pairs}"] = compile_for(
-                card,
-                hopper_prefill.hopper_prefill_kernel,
-                constants,
-                {"x": rows, "rows": "i32"},
-                GluonASTSource,
-                num_warps=hopper_experts.WARPS,
-            )
-    return found
+    constants = {key: value for key, value in sizes.items() if key not in ("E", "ASM")}
+    constants |= hopper_experts.constants_of(cut, one_k, words)
+    types = {
+        name: f"tensordesc<fp16[{cut.pairs}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
+        for name, width in (("x", hopper_experts.BLOCK), ("sums", 16))
+    } | {"rows": "i32"}
+    if sizes["TIED"]:
+        types |= {"scales": ("*u8",), "offset": "*i8", "unit": "*fp32"}
+    kernel = hopper_prefill.hopper_prefill_kernel
+    return compile_for(card, kernel, constants, types, GluonASTSource, num_warps=hopper_experts.WARPS)
 
 
 SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper}

@@ -64,26 +64,34 @@ def seeded():
     torch.manual_seed(0)
 
 
-WORDS = {(32, 384): 1, (32, 4096): 1, (64, 512): 2, (128, 768): 2, (256, 1024): 4}
-WORDS_TIED = {(32, 384): 1, (64, 512): 2, (128, 512): 4}  # codes are bytes, and the least that is copied is 4 of them
+# group, width, words of a lane, tied scales, pairs per expert that a cut is taken for
+KINDS = {
+    "32": (32, 384, 1, False, (48, 193)), "32 wide": (32, 4096, 1, False, (48,)), "64": (64, 512, 2, False, (48, 193)),
+    "128": (128, 768, 2, False, (12, 48, 192, 193)), "256": (256, 1024, 4, False, (48, 193)),
+    "32 tied": (32, 384, 1, True, (48,)), "64 tied": (64, 512, 2, True, (48, 193)), "128 tied": (128, 512, 4, True, (48, 193)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("group", "width", "words", "tied"),
-    [(*case, words, False) for case, words in WORDS.items()] + [(*case, words, True) for case, words in WORDS_TIED.items()],
-)
-def test_groups_and_scale_modes(group, width, words, tied):
+@pytest.mark.parametrize("one_k", [False, True])
+@pytest.mark.parametrize("kind, pairs", [(kind, pairs) for kind, (*_, every) in KINDS.items() for pairs in every])
+def test_groups_scale_modes_and_cuts(kind, pairs, one_k):
+    """Three experts fill tiles with pairs of one k, the others have all of them, whatever was guessed."""
+    group, width, words, tied, _ = KINDS[kind]
     weight = random_weight(200, width, group, tied)
-    x, ids, _, chunks = routing(90, width)
+    x, ids, _, chunks = routing(700, width)
+    chunks = torch.where(ids < 3, 5, chunks)
     assert hopper_experts.words_at_once(weight) == words
-    with paths.forced("prefill"):
-        found = OPS.expert_matmul(x, ids, chunks, *opened(weight), group)
+    cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
+    by = hopper_experts.sort_pairs(ids, chunks, cut, one_k, weight, weight)
+    found = torch.zeros(ids.numel(), 200, dtype=x.dtype, device="cuda")
+    hopper_experts.product(x, by, True, weight, None, "", ACTIVE, found)
     expected = multiply(x, ids, chunks, decoded(weight), None)
+    found = found.view(expected.shape)
     assert error(found, expected) < FACTOR * error(multiply(x, ids, chunks, decoded(weight, torch.bfloat16), None), expected)
     assert (found[(ids == EXPERTS) | (chunks == 0)] == 0).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 80, 300])
+@pytest.mark.parametrize("tokens", [1, 7, 80, 300, 700])
 @pytest.mark.parametrize("one_k", [False, True])
 def test_every_cut(tokens, one_k):
     up, down = random_weight(2 * 256, 512, 128), random_weight(512, 256, 128)
@@ -104,18 +112,25 @@ def test_every_cut(tokens, one_k):
 
 
 @pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [("gelu_tanh_mul", torch.bfloat16), ("swigluoai", torch.float16), ("relu2", torch.bfloat16), ("gelu", torch.float16)],
-)
-def test_biases_activations_and_row_types(activation, dtype):
-    rows = 2 * 256 if activation in ("gelu_tanh_mul", "swigluoai") else 256
+    ("activation", "dtype", "tokens"),
+    [
+        ("gelu_tanh_mul", torch.bfloat16, 40), ("swigluoai", torch.float16, 40), ("relu2", torch.bfloat16, 40),
+        ("gelu", torch.float16, 500), ("silu_mul", torch.float32, 500),
+    ],
+)  # fmt: skip
+def test_biases_activations_and_row_types(activation, dtype, tokens):
+    rows = 2 * 256 if activation in ("gelu_tanh_mul", "swigluoai", "silu_mul") else 256
     up, down = random_weight(rows, 512, 64), random_weight(384, 256, 64)
     up_bias, down_bias = torch.randn(EXPERTS, rows, device="cuda").half(), torch.randn(EXPERTS, 384, device="cuda").half()
-    x, ids, gates, chunks = routing(40, 512)
+    x, ids, gates, chunks = routing(tokens, 512)
     x = x.to(dtype)
     arguments = (ids, gates, chunks, *opened(up, up_bias), *opened(down, down_bias), activation, 64)
-    with paths.forced("prefill"):
-        found = OPS.expert_ffn(x, *arguments)
+    torch.set_float32_matmul_precision("high")  # else fp32 rows are computed without the kernels
+    try:
+        with paths.forced("prefill"):
+            found = OPS.expert_ffn(x, *arguments)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     cpu = [[t.cpu() for t in a] if isinstance(a, list) else a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
     expected = OPS.expert_ffn(x.float().cpu(), *cpu).double().cuda()
     assert error(found, expected) < (4e-3 if dtype == torch.bfloat16 else 1e-3)  # half of their last digit, once per rounding

@@ -1,0 +1,139 @@
+"""The warp group of the Hopper kernel, in Gluon, that brings planes, scales, offsets and rows into shared memory.
+
+Planes and scales come by the copies of Ampere, the addresses of which are a lane's own, rows by those of Hopper. Two stretches
+are kept of the former and NS blocks of 128 inputs of the latter; both sides wait for each other at barriers in memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from dpamoe.kernels.hopper_tiles import slices_of
+from dpamoe.kernels.hopper_unpack import fresh, line_of
+
+mbarrier = hopper.mbarrier
+# names of Triton 3.8 and later, else those of 3.6
+load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def kept(scales, offset, cut: gl.constexpr):
+    """Shared memory for all that is brought, and the barriers at which it is waited for."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    C: gl.constexpr = cut.C
+    OWN: gl.constexpr = 128 * cut.W // cut.GROUP
+    SCALES: gl.constexpr = 2 if cut.TIED else 2 * C
+    planes, own_scales, offsets = (), (), ()
+    for _ in gl.static_range(cut.NC):  # of each group alone: the compiler sets barriers between copies into one
+        planes = planes + (gl.allocate_shared_memory(gl.int32, [2 * C, 64, 4 * cut.W], plain),)
+        own_scales = own_scales + (gl.allocate_shared_memory(scales[0].dtype.element_ty, [SCALES, 64, OWN], plain),)
+        offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
+    x = gl.allocate_shared_memory(gl.float16, [cut.NS * cut.P, cut.S, 128], gl.NVMMASharedLayout(128, 16, 2))
+    sums = gl.allocate_shared_memory(gl.float16, [2 * cut.P, cut.S, 16], gl.NVMMASharedLayout(32, 16, 2))
+    plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [cut.NS, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [cut.NS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [cut.NC, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(cut.NC):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(plane_full.index(i), count=129)  # the lanes that copy, and the announcement of the sums
+        mbarrier.init(plane_empty.index(i), count=cut.NC)
+    for i in gl.static_range(cut.NS):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(x_empty.index(i), count=cut.NC)
+    return (planes, own_scales, offsets), x, sums, plane_full, plane_empty, x_full, x_empty, turns
+
+
+@gluon.jit
+def _expect(arrived, count, bytes: gl.constexpr, P: gl.constexpr):
+    """Announce that `count` slices, 1 to P, will bring so many bytes each."""
+    for n in gl.static_range(P):
+        mbarrier.expect(arrived, (n + 1) * bytes, pred=count == n + 1)
+
+
+@gluon.jit
+def _places(block, layout: gl.constexpr, width: gl.constexpr, COUNT: gl.constexpr, cut: gl.constexpr):
+    """Where the first COUNT of `width` things in a row stand within an expert, for 64 rows: int32 [64, COUNT]."""
+    line = line_of(block, gl.SliceLayout(1, layout), cut.OUT, cut.GATED)
+    return line[:, None] * width + gl.arange(0, COUNT, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _bring_planes(sources, places, rings, stage, first_word, first_scale, most, cut: gl.constexpr):
+    """Ask for a stretch of every plane that is read, and its scales and offsets, for all groups."""
+    planes, scales, offset = sources
+    words_at, scales_at = places
+    plane_rings, scale_rings, offset_rings = rings
+    C: gl.constexpr = cut.C
+    size: gl.constexpr = 32 // scales[0].dtype.element_ty.primitive_bitwidth
+    own_words, own_scales = (), ()
+    for j in gl.static_range(cut.NC):
+        own_words = own_words + (fresh(words_at[j] + first_word, 4),)
+        own_scales = own_scales + (fresh(scales_at[j] + first_scale, size),)
+    for j in gl.static_range(cut.NC):
+        copy(offset_rings[j].index(stage), offset + own_scales[j])
+    for c in gl.static_range(C):
+        if c == 0 or c < most:
+            for j in gl.static_range(cut.NC):
+                copy(plane_rings[j].index(stage * C + c), planes[c].to(gl.pointer_type(gl.int32)) + own_words[j])
+                if c == 0 or not cut.TIED:
+                    copy(scale_rings[j].index(stage if cut.TIED else stage * C + c), scales[c] + own_scales[j])
+
+
+@gluon.jit
+def _bring_rows(x, sums, starts, count, first, number, stage, memory, cut: gl.constexpr):
+    """Ask for a stretch of the rows of every slice, block `first` on, and their sums over it."""
+    _, x_ring, sum_ring, plane_full, _, x_full, x_empty, _ = memory
+    P: gl.constexpr = cut.P
+    _expect(plane_full.index(stage), count, cut.S * 32, P)
+    for j in gl.static_range(P):
+        at = [starts[j], cut.IN + first // cut.W * 16]
+        load_tile(sums, at, plane_full.index(stage), sum_ring.index(stage * P + j), pred=j < count)
+    for w in gl.static_range(cut.W):
+        place = number % cut.NS
+        mbarrier.wait(x_empty.index(place), number // cut.NS % 2 ^ 1)
+        _expect(x_full.index(place), count, cut.S * 256, P)
+        for j in gl.static_range(P):
+            at = [starts[j], (first + w) * 128]
+            load_tile(x, at, x_full.index(place), x_ring.index(place * P + j), pred=j < count)
+        number += 1
+    return number
+
+
+@gluon.jit
+def bring(given, cut: gl.constexpr):
+    """All that the tiles of a program need, in turn."""
+    x, sums, tiles, rows, sources, memory = given
+    rings, _, _, plane_full, plane_empty, _, _, _ = memory
+    IN: gl.constexpr = cut.IN
+    W: gl.constexpr = cut.W
+    blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
+    OWN: gl.constexpr = 128 * W // cut.GROUP
+    size: gl.constexpr = 32 // sources[1][0].dtype.element_ty.primitive_bitwidth  # scales in 4 bytes, the least that is copied
+    word_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32 // W, W], [4, 1], [1, 0])
+    scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [4, 1], [1, 0])
+    turn, number = 0, 0
+    for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
+        block, entry = item % blocks, tiles + item // blocks * (3 + 2 * cut.P)
+        expert = gl.load(entry)
+        starts, levels, most, present = slices_of(entry, rows, cut.P)
+        count = most * 0
+        words_at, scales_at = (), ()
+        for j in gl.static_range(cut.P):
+            count += ((levels >> 4 * j) & 15 > 0).to(gl.int32)
+        for j in gl.static_range(cut.NC):
+            words_at = words_at + (_places(block * cut.NC + j, word_copy, IN // 32, 4 * W, cut),)
+            scales_at = scales_at + (_places(block * cut.NC + j, scale_copy, cut.GROUPS, OWN, cut),)
+        line = expert.to(gl.int64) * cut.OUT
+        for first in range(0, IN // 128, W):
+            stage = turn % 2
+            mbarrier.wait(plane_empty.index(stage), turn // 2 % 2 ^ 1)
+            first_word, first_scale = line * (IN // 32) + first * 4, line * cut.GROUPS + first // W * OWN
+            _bring_planes(sources, (words_at, scales_at), rings, stage, first_word, first_scale, most, cut)
+            async_copy.mbarrier_arrive(plane_full.index(stage), increment_count=False)
+            number = _bring_rows(x, sums, starts, count, first, number, stage, memory, cut)
+            turn += 1

@@ -1,0 +1,102 @@
+"""Tiles of the Hopper kernel in Gluon: what one of them holds, and where the rows of its results go.
+
+A tile is P slices of up to S pairs of one expert, with one k in each, as `triton_sort.sort_kernel` writes them.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dpamoe.kernels.triton_activate import activate_gated, activate_plain
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    OUT: int
+    IN: int
+    GROUPS: int
+    GROUP: int
+    C: int
+    TIED: bool
+    BIAS: bool
+    ACT: str
+    GATED: bool
+    TARGET: bool  # whether results go back into the order of pairs
+    P: int
+    S: int
+    W: int  # words of a lane in a stretch
+    B: int  # blocks of 128 inputs unpacked at once: W or 1
+    NC: int  # warp groups that compute
+    NS: int  # blocks of x kept
+    ONE: bool  # all slices of a tile have the same k
+    TURNS: bool  # a group multiplies once the one before has begun
+
+
+@gluon.constexpr_function
+def sizes_of(*sizes):
+    """What the warp groups of a kernel are compiled for, in the order of `_Sizes`."""
+    return _Sizes(*(gl.constexpr(size) for size in sizes))
+
+
+@gluon.jit
+def slices_of(entry, rows, P: gl.constexpr):
+    """Beginnings of the slices of a tile, their k in 4 bits each, the largest, and a mask with bit k for each."""
+    starts, levels, most, present = (), gl.load(entry) * 0, gl.load(entry) * 0, gl.load(entry) * 0
+    for j in gl.static_range(P):
+        level = gl.load(entry + (3 + P + j))
+        starts = starts + (gl.where(level > 0, gl.load(entry + (2 + j)), rows),)  # beyond the rows nothing is read
+        levels = levels | (level << 4 * j)
+        most = gl.maximum(most, level)
+        present = present | (1 << level)
+    return starts, levels, most, present
+
+
+@gluon.jit
+def _columns(entry, S: gl.constexpr, layout: gl.constexpr):
+    """Place in the sorted order of each column of a slice, and whether there is a pair; both [S]."""
+    n = gl.load(entry + 2) + gl.arange(0, S, layout)
+    return n, n < gl.load(entry + 3)
+
+
+@gluon.jit
+def _activated(result, bias, block, expert, cut: gl.constexpr):
+    """Bias and activation of 64 rows; GATED: 32 are left."""
+    HALF: gl.constexpr = cut.OUT // 2
+    if cut.GATED:
+        gate, up = gl.split(result.reshape(4, 2, 8, cut.S).permute(0, 2, 3, 1))
+        gate, up = gate.reshape(32, cut.S), up.reshape(32, cut.S)
+        if cut.BIAS:
+            row = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
+            own = bias + expert * cut.OUT + row
+            gate += gl.load(own, mask=row < HALF, other=0.0).to(gl.float32)[:, None]
+            up += gl.load(own + HALF, mask=row < HALF, other=0.0).to(gl.float32)[:, None]
+        result = activate_gated(gate, up, cut.ACT)
+    else:
+        if cut.BIAS:
+            row = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, result.type.layout))
+            own = gl.load(bias + expert * cut.OUT + row, mask=row < cut.OUT, other=0.0)
+            result += own.to(gl.float32)[:, None]
+        result = activate_plain(result, cut.ACT)
+    return result
+
+
+@gluon.jit
+def store(acc, back, factor, order, bias, out, block, expert, entry, cut: gl.constexpr):
+    """The rows of `out` for one slice, from fp32 [64, S] and what it is still to be multiplied by."""
+    n, live = _columns(entry, cut.S, gl.SliceLayout(0, acc.type.layout))
+    result = acc * (back * gl.load(factor + n, mask=live, other=0.0))[None, :]
+    result = _activated(result, bias, block, expert, cut)
+    R: gl.constexpr = 32 if cut.GATED else 64
+    width: gl.constexpr = cut.OUT // 2 if cut.GATED else cut.OUT
+    whole = result.to(out.dtype.element_ty)
+    if whole.dtype.primitive_bitwidth == 16:  # numbers twice as wide fill whole sectors as they are
+        whole = gl.convert_layout(whole, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
+    layout: gl.constexpr = whole.type.layout
+    n, live = _columns(entry, cut.S, gl.SliceLayout(0, layout))
+    target = n
+    if cut.TARGET:
+        target = gl.load(order + n, mask=live, other=0)
+    row = block * R + gl.arange(0, R, gl.SliceLayout(1, layout))
+    at = target[None, :].to(gl.int64) * width + row[:, None]
+    gl.store(out + at, whole, mask=live[None, :] & (row < width)[:, None])
