@@ -1,7 +1,7 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
-"hopper" or "all".
+"hopper", "some hopper" (two of them, of which instructions are counted) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
 spilled registers; "hopper": also the most shared memory that its cut was chosen for.
 """
@@ -46,8 +46,8 @@ UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": 
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
 
 
-def compile_for(card, kernel, constants, types=None, source=ASTSource, **options):
-    """Shared memory and stack of one kernel, bytes."""
+def compile_for(card, kernel, constants, types=None, source=ASTSource, counted=(), **options):
+    """Shared memory and stack of one kernel, bytes, and how often instructions occur whose names begin so."""
     types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -63,8 +63,10 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, **options
         file.write(made.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        listing = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {"shared": made.metadata.shared, "spills": sum(map(int, re.findall(r"STACK:(\d+)", listing)))}
+        command = [tool, "--dump-resource-usage", *(["-sass"] if counted else []), file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    facts = {"shared": made.metadata.shared, "spills": sum(map(int, re.findall(r"STACK:(\d+)", listing)))}
+    return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
 
 def decode(card):
@@ -197,6 +199,18 @@ def hopper(card):
     return found
 
 
+def some_hopper(card):
+    """The first product of about 128 pairs per expert, of several k and of one, with the instructions that it is made of."""
+    from dpamoe.kernels import hopper_experts
+
+    sizes, found = UP | {"TARGET": False}, {}
+    for one_k in (False, True):
+        cut = hopper_experts.cut_for(128, 1, one_k, weight_of(sizes))
+        counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
+        found[f"one k {one_k}"] = hopper_kernel(card, sizes, cut, one_k, 2, counted) | {"cut": vars(cut)}
+    return found
+
+
 def weight_of(sizes):
     """An encoded weight of these sizes without numbers."""
     shape, tied = (EXPERTS, sizes["OUT"], sizes["GROUPS"]), sizes["TIED"]
@@ -207,7 +221,7 @@ def weight_of(sizes):
     return EncodedWeight(planes, scales, offset, unit, sizes["IN"], sizes["GROUP"])
 
 
-def hopper_kernel(card, sizes, cut, one_k, words):
+def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     """The prefill kernel for Hopper, cut so."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -223,12 +237,13 @@ def hopper_kernel(card, sizes, cut, one_k, words):
     if sizes["TIED"]:
         types |= {"scales": ("*u8",), "offset": "*i8", "unit": "*fp32"}
     kernel = hopper_prefill.hopper_prefill_kernel
-    return compile_for(card, kernel, constants, types, GluonASTSource, num_warps=hopper_experts.WARPS)
+    return compile_for(card, kernel, constants, types, GluonASTSource, counted, num_warps=hopper_experts.WARPS)
 
 
 SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper}
+PARTS = SETS | {"some hopper": some_hopper}
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]
     names = SETS if chosen == "all" else [chosen]
-    print(json.dumps({name: facts for part in names for name, facts in SETS[part](card).items()}))
+    print(json.dumps({name: facts for part in names for name, facts in PARTS[part](card).items()}))

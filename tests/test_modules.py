@@ -339,6 +339,22 @@ def test_dispatch_scope_gives_an_expert_one_k(experts, routing):
     assert not torch.equal(module.allocate(index, weights), chunks)
 
 
+def test_the_kernels_are_told_where_experts_have_one_k(experts, routing, store_costs, monkeypatch):
+    module, inputs, said, ffn = experts(), routing(20), [], torch.ops.dpamoe.expert_ffn
+    monkeypatch.setattr(torch.ops.dpamoe, "expert_ffn", lambda *arguments: (said.append(arguments[-1]), ffn(*arguments))[1])
+    store_costs(layer_shape(module.site, module.spec), uniform_from=12)
+    guesses = {
+        SpendSpec(3.0): (False, False), SpendSpec(3.0, "gate-only"): (False, False), SpendSpec(3.0, "uniform"): (True, True),
+        SpendSpec(3.5, "uniform"): (True, True), SpendSpec(3.0, scope="dispatch"): (True, True),
+        SpendSpec(3.0, fallback="uniform"): (True, False),
+    }  # fmt: skip
+    for spend, expected in guesses.items():
+        module.set_spend(spend)
+        for part in (inputs, [tensor[:11] for tensor in inputs]):
+            module(*part)
+        assert tuple(said[-2:]) == expected
+
+
 def test_a_new_table_is_spent_by_at_once(experts, routing, convex_table):
     module, (_, index, weights) = experts(), routing(20)
     module.set_spend(SpendSpec(3.0, "gate-only"))

@@ -1,4 +1,4 @@
-"""What surrounds the Hopper kernel, by the interpreter: how its work is cut, and the tiles that pairs are sorted into."""
+"""Tiles for the Hopper kernel, by the interpreter: every pair in one slice, read as the kernel reads them."""
 
 import pytest
 import torch
@@ -9,8 +9,6 @@ from dpamoe.kernels import hopper_experts as he
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, ACTIVE, PLANES = 6, 3, 8
-KINDS = {"32": (32, 384, False), "64": (64, 512, False), "128": (128, 768, False), "256": (256, 1024, False),
-         "64 tied": (64, 512, True), "128 tied": (128, 1024, True)}  # fmt: skip
 
 
 def moved(weight):
@@ -73,44 +71,3 @@ def test_nothing_but_padding_makes_no_tile(random_encoded):
     weight = moved(random_encoded(EXPERTS, 8, 128, 64, PLANES))
     by = he.sort_pairs(ids.to(DEVICE), chunks.to(DEVICE), he.CUTS[0][1], False, weight, weight)
     assert int(by.tiles[0, 1]) == 0 and (by.places == -1).all()
-
-
-@pytest.mark.parametrize("one_k, cuts", [(False, he.CUTS), (True, he.CUTS_OF_ONE_K)])
-def test_cuts_by_the_number_of_pairs(random_encoded, one_k, cuts):
-    weight, first = random_encoded(1, 4, 768, 128, PLANES), dict(reversed(cuts))
-    *limits, last = sorted(first)
-    for limit, following in zip(limits, [*limits[1:], last], strict=True):
-        assert he.cut_for(8 * limit, 8, one_k, weight) == first[limit] != first[following]
-        assert he.cut_for(8 * limit + 1, 8, one_k, weight) == first[following]
-    assert he.cut_for(0, 8, one_k, weight) == cuts[0][1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("one_k", [False, True])
-@pytest.mark.parametrize("pairs", [1, 12, 48, 192, 193])
-def test_cuts_have_room(random_encoded, pairs, one_k, kind):
-    group, width, tied = KINDS[kind]
-    weight = random_encoded(1, 4, width, group, PLANES, tied)
-    cut = he.cut_for(pairs, 1, one_k, random_encoded(1, 4, 2 * width, group, PLANES, tied), weight)
-    computing, bringing = cut.registers
-    assert cut.groups * computing + bringing <= 512  # of 64 Ki registers, for 128 lanes in a group
-    assert computing % 8 == bringing % 8 == 0  # else the card does not take the number
-    words = he.words_at_once(weight)
-    unpacked = 32 * (words if cut.whole and words < 4 else 1)
-    assert cut.slices * cut.pairs // 2 + unpacked <= computing - 32  # fp32 sums; the rest is for everything else
-    planes = cut.groups * 2 * 64 * PLANES * 16 * words
-    rows = cut.kept * cut.slices * cut.pairs * 256
-    assert planes + rows < he.shared_memory(cut, weight) <= he.SHARED
-    assert cut.pairs <= 16 or 2 * pairs > cut.pairs or words == 4  # no slice is much wider than an expert has pairs
-
-
-WORDS = {(32, 256, False): 1, (64, 256, False): 2, (128, 768, False): 2, (256, 512, False): 4, (32, 256, True): 1,
-         (64, 256, True): 2, (128, 512, True): 4, (128, 768, True): 0, (96, 768, False): 0, (128, 896, False): 0,
-         (-1, 512, False): 0, (32, 4096, False): 1}  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", WORDS)
-def test_words_that_a_lane_takes(random_encoded, shape):
-    group, width, tied = shape
-    weight = random_encoded(1, 4, width, group, 2, tied)
-    assert he.words_at_once(weight) == WORDS[shape]

@@ -1,0 +1,38 @@
+"""The Hopper kernel, compiled without a GPU: it is made of the copies and products that its cut asks for, and no others.
+
+What it computes is tested on such a card, in `test_cuda_hopper`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+WORDS, PLANES = 2, 8
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "90", "some hopper"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("one_k", [False, True])
+def test_products_and_copies(compiled, one_k):
+    facts = compiled[f"one k {one_k}"]
+    groups, slices = facts["cut"]["groups"], facts["cut"]["slices"]
+    assert not facts["cut"]["whole"]
+    blocks = 8 * (2 if one_k else 1) + 1  # 16 inputs at a time, alike for tiles that are full and that are not; offsets
+    assert facts["HGMMA"] == groups * slices * blocks
+    assert facts["UTMALDG"] == slices * (WORDS + 1)  # blocks of a stretch, and sums over it
+    assert facts["LDGSTS"] == groups * (2 * PLANES + 1)  # planes, scales and offsets, each in one copy of every lane
