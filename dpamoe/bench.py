@@ -103,13 +103,17 @@ def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, cop
     mean_read = sum(read) / len(read)
     shape = layer_shape(layers[0].site, layers[0].spec)
     return {
-        "path": paths.choose(shape, inputs[0][1].shape[0], device) if device.type == "cuda" else "torch",
+        "path": _path(shape, inputs[0][1].shape[0], device),
         "us": us,
         "mean_planes": float(torch.stack(chunks).float().mean()),
         "bytes_read": round(mean_read),
         "gb_per_s": mean_read / us / 1e3,
         "copy_share": mean_read / us * 1e6 / copied,
     }
+
+
+def _path(shape: paths.Shape, tokens: int, device: torch.device) -> str:
+    return paths.choose(shape, tokens, device, "bits" in paths.available(shape, device)) if device.type == "cuda" else "torch"
 
 
 def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:

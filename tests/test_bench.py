@@ -216,7 +216,7 @@ def test_a_layer_on_a_gpu(folder, capsys):
     outcome = json.loads(capsys.readouterr().out)
     assert outcome["device"] == torch.cuda.get_device_name() and outcome["times"] == "CUDA graph replay, median"
     rows = outcome["shapes"][0]["rows"]
-    assert len(rows) == 6 and all(row["us"] > 0 and row["path"] in ("decode", "prefill") for row in rows)
+    assert len(rows) == 6 and all(row["us"] > 0 and row["path"] in ("decode", "bits", "prefill") for row in rows)
 
 
 @gpu

@@ -16,7 +16,7 @@ SHAPE = Shape(128, 8, 2048, 768, 128, True, "shared")
 
 def times(**by_tokens):
     """t1=(decode, prefill), … as a table of µs."""
-    return {int(name[1:]): dict(zip(paths.PATHS, pair, strict=True)) for name, pair in by_tokens.items()}
+    return {int(name[1:]): dict(zip(("decode", "prefill"), pair, strict=True)) for name, pair in by_tokens.items()}
 
 
 def first_prefill(shape):
