@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_planes import planes_of_slot, square_layout
+from dpamoe.kernels.bitserial_planes import planes_of_slot, planes_of_token, square_layout
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -145,62 +145,122 @@ def _dots(
 
 @gluon.jit
 def down_kernel(
-    hidden, ids, chunks, gates, planes, scales, offset, bias, out,
-    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
-    GIVEN: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
-    C: gl.constexpr, K_MIN: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    hidden, ids, chunks, gates, table, budget, k_max, planes, scales, offset, bias, out,
+    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
+    RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
+    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
-    GIVEN: chunks are older than the kernel before this one, which else writes them: then only the K_MIN planes that every
-    pair reads are asked for before its end.
+    Rules as in `planes_of_token`: k is found anew, since the kernel before has not written it when planes are asked for.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
-    EARLY: gl.constexpr = CAP if GIVEN else min(K_MIN, CAP)
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES, NW, 1, 2, 4)
-    ids, chunks, gates = ids + token * ids_token, chunks + token * chunks_token, gates + token * gates_token
-    strides = (ids_slot, chunks_slot)
-    _ask_pieces(buffers, planes, ids, chunks, strides, tile, 0, EARLY, GIVEN, A, E, OUT, IN, PIECES, NW)
-    if PDL and not GIVEN:
-        gdc_wait()
-    _ask_pieces(buffers, planes, ids, chunks, strides, tile, EARLY, CAP, True, A, E, OUT, IN, PIECES, NW)
-    async_copy.commit_group()
-    fewest, most = _range(ids, chunks, strides, A, N, E, C, NW)
-    pieces = _pieces(
-        ids, chunks, gates, strides, gates_slot, scales, offset, token * (A * IN), tile, A, E, OUT, IN, C, PIECES, NW
-    )
-    if PDL and GIVEN:
-        gdc_wait()
+    every = planes_of_token(
+        chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
+        ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
+    )  # fmt: skip
+    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
+    of_slot = 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
+    packed = gl.sum(every.to(gl.int64) << of_slot, 0)
+    ids, gates = ids + token * ids_token, gates + token * gates_token
+    found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, OUT, IN, PIECES, NW)
+    _ask_pieces(buffers, planes, found, tile * 16, IN, CAP, PIECES, NW)
+    pieces = _places_of(found, scales, offset, token * (A * IN), tile * 16, IN, C, PIECES, NW)
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW)
     result = gl.sum(whole, 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
-        for s in gl.static_range(A):
-            expert = gl.load(ids + s * ids_slot)
-            if is_held(expert, E) & (gl.load(chunks + s * chunks_slot) > 0):
-                gate = gl.load(gates + s * gates_slot).to(gl.float32)
-                result += gate * gl.load(bias + expert.to(gl.int64) * OUT + at).to(gl.float32)
+        result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)
     gl.store(out + token * OUT + at, result.to(out.dtype.element_ty))
 
 
 @gluon.jit
+def _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A: gl.constexpr, OUT: gl.constexpr):
+    """Sum over the slots that read something of gate * bias."""
+    total = (at * 0).to(gl.float32)
+    for s in gl.static_range(A):
+        if ((packed >> (4 * s)) & 15) > 0:
+            own = bias + gl.load(ids + s * ids_slot).to(gl.int64) * OUT
+            total += gl.load(gates + s * gates_slot).to(gl.float32) * gl.load(own + at).to(gl.float32)
+    return total
+
+
+@gluon.constexpr_function
+def by_warp(layout, NW):
+    """The layout of words [16, 8 NW] with a dimension for the warps, [16, NW, 8]."""
+    lanes = [[base[0], 0, base[1]] for base in layout.lane_bases]
+    regs = [[base[0], 0, base[1]] for base in layout.reg_bases]
+    return gl.DistributedLinearLayout(regs, lanes, [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)], [], [16, NW, 8])
+
+
+@gluon.jit
+def _spread(value, layout: gl.constexpr, NW: gl.constexpr):
+    """One number of each warp [NW], as a tensor of words."""
+    value = gl.convert_layout(value, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(layout, NW))), assert_trivial=True)
+    whole = value[None, :, None].broadcast_to([16, NW, 8]).reshape([16, 8 * NW])
+    return gl.convert_layout(whole, layout, assert_trivial=True)
+
+
+@gluon.jit
 def _pieces(
-    ids, chunks, gates, strides, gates_slot, scales, offset, first_input, tile, A: gl.constexpr, E: gl.constexpr,
-    OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr,
+    ids, gates, packed, ids_slot, gates_slot, A: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
+    PIECES: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """Pairs of groups of each warp: planes, first row of the expert, slot, number in the row, gate; all [NW]."""
+    PAIRS: gl.constexpr = (IN + 255) // 256
+    warp = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(words_layout(NW), NW))))
+    found = ()
+    for p in gl.static_range(PIECES):
+        number = warp * PIECES + p
+        slot = gl.minimum(number // PAIRS, A - 1)
+        k = gl.where(number < A * PAIRS, (packed >> (4 * slot)) & 15, 0).to(gl.int32)
+        expert = gl.load(ids + slot * ids_slot, mask=k > 0, other=0).to(gl.int64)
+        gate = gl.load(gates + slot * gates_slot, mask=k > 0, other=0.0).to(gl.float32)
+        found = found + ((k, expert * OUT, slot, number % PAIRS, gate),)
+    return found
+
+
+@gluon.jit
+def _ask_pieces(
+    buffers, planes, found, first_row, IN: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
+):  # fmt: skip
+    """Copy the planes that are read of every warp's pairs of groups."""
+    copied: gl.constexpr = own_copy_layout(NW)
+    word = gl.arange(0, 8 * NW, gl.SliceLayout(0, copied))[None, :] % 8
+    line = first_row + gl.arange(0, 16, gl.SliceLayout(1, copied))[:, None]
+    for p in gl.static_range(PIECES):
+        k, row, _, pair, _ = found[p]
+        own = gl.max_contiguous(gl.multiple_of(_spread(pair, copied, NW) * 8 + word, [1, 4]), [1, 4])
+        at = (_spread(row, copied, NW) + line) * (IN // 32) + own
+        at = gl.max_contiguous(gl.multiple_of(at, [1, 4]), [1, 4])
+        reached = gl.max_constancy(gl.where(own < IN // 32, _spread(k, copied, NW), 0), [1, 4])
+        for c in gl.static_range(CAP):
+            copy(buffers[c * PIECES + p], planes[c].to(gl.pointer_type(gl.int32)) + at, mask=c < reached)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _places_of(
+    found, scales, offset, first_input, first_row, IN: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
 ):  # fmt: skip
     """Of each piece: planes, where its words stand, gate, where its inputs begin, the first one's number, scales."""
     r, column, input_, second = places(NW)
+    words: gl.constexpr = words_layout(NW)
     pieces = ()
     for p in gl.static_range(PIECES):
-        k, row, slot, pair = _piece(ids, chunks, strides, tile, p, True, A, E, OUT, IN, PIECES, NW, words_layout(NW))
+        k, row, slot, pair, gate = found[p]
+        k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
         group = 2 * pair + second
-        own = scales_of(scales, offset, (row + r) * (IN // 128) + group, k, column, group < IN // 128, C)
-        gate = gl.load(gates + slot * gates_slot, mask=k > 0, other=0.0).to(gl.float32)
-        at = (row + r) * (IN // 32) + (pair * 8 + column % 8)
-        pieces = pieces + ((k, at, gate, first_input + slot * IN, pair * 256 + input_, own),)
+        own = scales_of(scales, offset, row * (IN // 128) + group, k, column, group < IN // 128, C)
+        source = first_input + _spread(slot, words, NW) * IN
+        at = row * (IN // 32) + (pair * 8 + column % 8)
+        pieces = pieces + ((k, at, _spread(gate, words, NW), source, pair * 256 + input_, own),)
     return pieces
 
 
@@ -227,16 +287,6 @@ def _down_rows(
 
 
 @gluon.jit
-def _range(ids, chunks, strides, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, C: gl.constexpr, NW: gl.constexpr):
-    """Fewest planes of a token's slots that read any, and most."""
-    slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-    expert = gl.load(ids + slot * strides[0], mask=slot < A, other=E)
-    k = gl.load(chunks + slot * strides[1], mask=slot < A, other=0)
-    k = gl.where(is_held(expert, E), k, 0)
-    return gl.min(gl.where(k > 0, k, C), 0), gl.max(k, 0)
-
-
-@gluon.jit
 def _piece_dot(
     X, Y, own, buffers, planes, at, weights, k, fewest, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr,
     CAP: gl.constexpr,
@@ -255,54 +305,3 @@ def _piece_dot(
                     dots = add_dots(dots, one, other, X, Y, weights, k, c, True)
             total = scaled(total, dots, own[1 + first // 4], X, Y, False)
     return total
-
-
-@gluon.constexpr_function
-def by_warp(layout, NW):
-    """The layout of words [16, 8 NW] with a dimension for the warps, [16, NW, 8]."""
-    lanes = [[base[0], 0, base[1]] for base in layout.lane_bases]
-    regs = [[base[0], 0, base[1]] for base in layout.reg_bases]
-    return gl.DistributedLinearLayout(regs, lanes, [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)], [], [16, NW, 8])
-
-
-@gluon.jit
-def _spread(value, layout: gl.constexpr, NW: gl.constexpr):
-    """One number of each warp [NW], as a tensor of words."""
-    whole = value[None, :, None].broadcast_to([16, NW, 8]).reshape([16, 8 * NW])
-    return gl.convert_layout(whole, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _piece(
-    ids, chunks, strides, tile, p: gl.constexpr, KNOWN: gl.constexpr, A: gl.constexpr, E: gl.constexpr,
-    OUT: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Of the p-th pair of groups of each warp: planes that are read (KNOWN, else 8), first row of the tile, slot, number."""
-    PAIRS: gl.constexpr = (IN + 255) // 256
-    number = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(layout, NW)))) * PIECES + p
-    slot, pair = gl.minimum(number // PAIRS, A - 1), number % PAIRS
-    expert = gl.load(ids + slot * strides[0])
-    there = is_held(expert, E) & (number < A * PAIRS)
-    k = gl.load(chunks + slot * strides[1]) if KNOWN else slot * 0 + 8
-    k = gl.where(there, k, 0)
-    row = gl.where(there, expert, 0).to(gl.int64) * OUT + tile * 16
-    return _spread(k, layout, NW), _spread(row, layout, NW), _spread(slot, layout, NW), _spread(pair, layout, NW)
-
-
-@gluon.jit
-def _ask_pieces(
-    buffers, planes, ids, chunks, strides, tile, first: gl.constexpr, last: gl.constexpr, KNOWN: gl.constexpr,
-    A: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Copy planes first … last - 1, as far as they are read, of every warp's pairs of groups."""
-    copied: gl.constexpr = own_copy_layout(NW)
-    if first < last:
-        word = gl.arange(0, 8 * NW, gl.SliceLayout(0, copied))[None, :] % 8
-        line = gl.arange(0, 16, gl.SliceLayout(1, copied))[:, None]
-        for p in gl.static_range(PIECES):
-            k, row, _, pair = _piece(ids, chunks, strides, tile, p, KNOWN, A, E, OUT, IN, PIECES, NW, copied)
-            own = gl.max_contiguous(gl.multiple_of(pair * 8 + word, [1, 4]), [1, 4])
-            at = gl.max_contiguous(gl.multiple_of((row + line) * (IN // 32) + own, [1, 4]), [1, 4])
-            reached = gl.max_constancy(gl.where(own < IN // 32, k, 0), [1, 4])
-            for c in gl.static_range(first, last):
-                copy(buffers[c * PIECES + p], planes[c].to(gl.pointer_type(gl.int32)) + at, mask=c < reached)

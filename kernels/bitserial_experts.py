@@ -98,9 +98,9 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     )  # fmt: skip
     held = planes_held(WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS), 1, x.device)
     down_kernel[(out.shape[1] // 16, tokens)](
-        hidden, ids, chunks, gates, *_tensors(down, down_bias), out, *strides_of(ids, chunks, gates), **_sizes(down, down_bias),
-        GIVEN=source is None, K_MIN=rule["K_MIN"], A=active, N=slots, E=up.offset.shape[0], CAP=held,
-        NW=WARPS, **_launch(x.device, WARPS),
+        hidden, ids, chunks, gates, *tables[1:], *_tensors(down, down_bias), out,
+        *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
+        CAP=held, NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ class Costs:
     def prefill_from(self) -> int | None:
         """Smallest measured number of tokens from which prefill is faster at all larger ones; None for never."""
         both = {tokens: times for tokens, times in self.microseconds.items() if times.keys() >= {"decode", "prefill"}}
-        return holds_from({tokens: times["prefill"] == min(times.values()) for tokens, times in both.items()})
+        few = {tokens: min(us for path, us in times.items() if path != "prefill") for tokens, times in both.items()}
+        return holds_from({tokens: times["prefill"] < few[tokens] for tokens, times in both.items()})
 
     @property
     def has_bits(self) -> bool:

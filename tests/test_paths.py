@@ -85,7 +85,7 @@ def test_forcing_ends_with_the_block(store_costs):
     with pytest.raises(RuntimeError), paths.forced("prefill"):
         raise RuntimeError
     assert paths.choose(SHAPE, 1, CPU) == "decode"
-    with pytest.raises(ValueError, match="path is 'fast': use decode or prefill"), paths.forced("fast"):
+    with pytest.raises(ValueError, match="path is 'fast': use decode, bits or prefill"), paths.forced("fast"):
         pass
 
 
