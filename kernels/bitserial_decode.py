@@ -43,11 +43,11 @@ def _ask_stages(
     PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Ask for the planes from `early` on; 0 and 1, 2 and 3, 4 to 7 are waited for one after the other."""
-    ask_rows(buffers, planes, row, early, min(2, CAP), k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, early, min(2, CAP), 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
-    ask_rows(buffers, planes, row, 2, min(4, CAP), k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, 2, min(4, CAP), 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
-    ask_rows(buffers, planes, row, 4, CAP, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, 4, CAP, 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
 
 
@@ -75,7 +75,7 @@ def up_kernel(
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
-    ask_rows(buffers, planes, first_row, 0, EARLY, C, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, first_row, 0, EARLY, 0, C, IN, WIDTH, PIECES, MATRICES, NW, 1)
     k = planes_of_slot(
         chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
@@ -148,16 +148,17 @@ def down_kernel(
     hidden, ids, chunks, gates, table, budget, k_max, planes, scales, offset, bias, out,
     ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
-    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
-    PDL: gl.constexpr,
+    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr,
+    NW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
     Rules as in `planes_of_token`: k is found anew, since the kernel before has not written it when planes are asked for.
+    SPARE: pieces of shared memory that only keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
-    buffers = buffers_for(CAP * PIECES, NW, 1, 2, 4)
+    buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
     every = planes_of_token(
         chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
         ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
@@ -166,6 +167,9 @@ def down_kernel(
     of_slot = 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
     packed = gl.sum(every.to(gl.int64) << of_slot, 0)
     ids, gates = ids + token * ids_token, gates + token * gates_token
+    if packed < 0:  # never, which no compiler knows
+        for spare in gl.static_range(SPARE):
+            buffers[CAP * PIECES + spare].store(gl.zeros([16, 8 * NW], gl.int32, words_layout(NW)))
     found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, OUT, IN, PIECES, NW)
     _ask_pieces(buffers, planes, found, tile * 16, IN, CAP, PIECES, NW)
     pieces = _places_of(found, scales, offset, token * (A * IN), tile * 16, IN, C, PIECES, NW)

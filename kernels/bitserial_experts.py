@@ -52,6 +52,18 @@ def planes_held(pieces: int, programs: int, device: torch.device) -> int:
     return max(1, min(8, (room - 2048) // (512 * pieces)))
 
 
+def spare_pieces(size: int, programs: int, device: torch.device) -> int:
+    """Pieces of 4 KiB that a program of `size` bytes of shared memory must add to have a multiprocessor for itself.
+
+    The last programs of the kernel before end at different times, and the first multiprocessor that is free would take two
+    of these programs where another is free a little later. 0 where there are more programs than multiprocessors.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    if programs > properties.multi_processor_count:
+        return 0
+    return max(0, (properties.shared_memory_per_multiprocessor // 2 - size) // (512 * WARPS) + 1)
+
+
 def pieces_of(inputs: int, warps: int) -> int:
     """Pieces of 256 inputs that a warp has, if so many share them."""
     return triton.cdiv(triton.cdiv(inputs, 256), warps)
@@ -96,11 +108,12 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
         **rule, **_sizes(up, up_bias), A=active, N=slots, E=up.offset.shape[0], GATED=gated, ACT=activation, CAP=held,
         NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
-    held = planes_held(WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS), 1, x.device)
+    pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
+    held, programs = planes_held(pieces, 1, x.device), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
         hidden, ids, chunks, gates, *tables[1:], *_tensors(down, down_bias), out,
         *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
-        CAP=held, NW=WARPS, **_launch(x.device, WARPS),
+        CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
 
 
@@ -127,7 +140,6 @@ class Order:
     pairs: Tensor
     planes: Tensor
     entries: Tensor
-    k_min: int
 
 
 def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, source) -> tuple[Tensor, Order]:
@@ -145,7 +157,7 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
         *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features, C=len(up.planes),
         P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=WARPS, **_launch(device, WARPS),
     )  # fmt: skip
-    return bits, Order(order, planes, entries, rule["K_MIN"])
+    return bits, Order(order, planes, entries)
 
 
 def _group(
@@ -157,6 +169,6 @@ def _group(
     pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
         bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, sharing, **_sizes(weight, bias), GATED=gated,
-        ACT=activation, CAP=planes_held(pieces, programs, out.device), NWK=along, RT=tiles, LEAST=min(2, by.k_min),
+        ACT=activation, CAP=planes_held(pieces, programs, out.device), NWK=along, RT=tiles,
         **_launch(out.device, along * tiles, registers),
     )  # fmt: skip

@@ -39,12 +39,11 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 def group_kernel(
     bits, order, ks, entries, planes, scales, offset, bias, out, SHARING,
     OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, LEAST: gl.constexpr, PDL: gl.constexpr,
+    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
-    bits: of row pair // SHARING, as `bitserial_rows` leaves them; entries: program_id(1) takes one. LEAST: planes that every
-    pair reads. The last tile may overlap the one before.
+    bits: of row pair // SHARING, as `bitserial_rows` leaves them; a program takes one of entries. The last tile may overlap.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -56,9 +55,10 @@ def group_kernel(
     row, begin, end = gl.load(entry).to(gl.int64) * OUT + tile, gl.load(entry + 1), gl.load(entry + 2)
     if begin < end:
         buffers = buffers_for(CAP * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
-        ask_rows(buffers, planes, row, 0, LEAST, LEAST, IN, WIDTH, PIECES, MATRICES, NWK, RT)
+        early = gl.load(entry + 3)
+        ask_rows(buffers, planes, row, 0, CAP, 0, early, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         most = _most(ks, begin, end, NWK * RT)
-        ask_rows(buffers, planes, row, LEAST, CAP, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
+        ask_rows(buffers, planes, row, 0, CAP, early, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         async_copy.commit_group()
         layout: gl.constexpr = words_layout(NWK, RT)
         r = gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]

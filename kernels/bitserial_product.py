@@ -158,16 +158,16 @@ def buffers_for(COUNT: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr, PHASES:
 
 @gluon.jit
 def ask_rows(
-    buffers, planes, row, first: gl.constexpr, last: gl.constexpr, most, IN: gl.constexpr, WIDTH: gl.constexpr,
+    buffers, planes, row, first: gl.constexpr, last: gl.constexpr, least, most, IN: gl.constexpr, WIDTH: gl.constexpr,
     PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
-    """Copy planes first … last - 1, as far as they are read, of 16 RT rows from `row` on, and of those WIDTH further."""
+    """Copy planes first … last - 1, from `least` to before `most`, of 16 RT rows from `row` on, and of those WIDTH further."""
     across: gl.constexpr = 2 * NWK
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // across, across], [NWK * RT, 1], [1, 0])
     line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
     for c in gl.static_range(first, last):
-        if c < most:
+        if (c >= least) & (c < most):
             source = planes[c].to(gl.pointer_type(gl.int32)) + line * (IN // 32)
             for p in gl.static_range(PIECES):
                 inside = word + p * 8 * NWK < IN // 32

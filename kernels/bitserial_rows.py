@@ -43,8 +43,9 @@ def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, PDL: gl.const
 
 @gluon.jit
 def _ranks(
-    ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr, NW: gl.constexpr
-):
+    ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
     """Of a token's slots: how many pairs have a smaller expert, how many the same, how many of those come before; int32 [N]."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
     slot = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
@@ -62,18 +63,9 @@ def _ranks(
 
 @gluon.jit
 def _experts(
-    ids,
-    entries,
-    first,
-    pairs,
-    ids_token,
-    ids_slot,
-    A: gl.constexpr,
-    E: gl.constexpr,
-    SOME: gl.constexpr,
-    P: gl.constexpr,
-    NW: gl.constexpr,
-):
+    ids, entries, first, pairs, ids_token, ids_slot, least, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr,
+    P: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
     """Write the entries of SOME experts from `first` on: where the pairs of each begin and end."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
     expert = first + gl.arange(0, SOME, gl.SliceLayout(1, layout))
@@ -85,6 +77,7 @@ def _experts(
     gl.store(entries + 4 * expert, expert, mask=expert < E)
     gl.store(entries + 4 * expert + 1, less, mask=expert < E)
     gl.store(entries + 4 * expert + 2, less + same, mask=expert < E)
+    gl.store(entries + 4 * expert + 3, least, mask=expert < E)
 
 
 @gluon.jit
@@ -97,9 +90,9 @@ def order_kernel(
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
-    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, and where its pairs begin and end;
-    SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert; else one for each expert, of
-    which each token writes SOME.
+    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, where its pairs begin and end, how
+    many planes are surely read. SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert;
+    else one for each expert, of which each token writes SOME.
     """
     if PDL:
         gdc_wait()
@@ -125,5 +118,6 @@ def order_kernel(
             gl.store(entries + 4 * place, gl.where(first, expert, 0).to(gl.int32), mask=slot < A)
             gl.store(entries + 4 * place + 1, less, mask=slot < A)
             gl.store(entries + 4 * place + 2, gl.where(first, less + same, less), mask=slot < A)
+            gl.store(entries + 4 * place + 3, k, mask=slot < A)
         else:
-            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, A, E, SOME, P, NW)
+            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, K_MIN, A, E, SOME, P, NW)
