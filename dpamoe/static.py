@@ -111,9 +111,10 @@ def _each(weight: Tensor, quantise: Callable[[Tensor], Tensor]) -> Tensor:
 def tensor_type(name: str, role: str, layer: int, layers: int) -> str:
     """Type that llama.cpp's `llama-quantize`, without an importance matrix, gives an expert tensor of one layer.
 
-    Gate and up take the type in the name, and so does down in a name that ends in `PURE`. Down takes more in the mixes, as `llama_tensor_get_type` chooses for `ffn_down` of
-    any architecture but Falcon: Q3_K throughout for q2_k; Q5_K in the first sixteenth of the layers and Q4_K after it for
-    q3_k_m; Q6_K for q4_k_m and q5_k_m in the first eighth of the layers, the last eighth, and every third between. It
+    Gate and up take the type in the name, and so does down in a name that ends in `PURE`. Down takes more in the mixes, as
+    `llama_tensor_get_type` chooses for `ffn_down` of any architecture but Falcon: Q3_K throughout for q2_k; Q5_K in the first
+    sixteenth of the layers and Q4_K after it for q3_k_m; Q6_K for q4_k_m and q5_k_m in the first eighth of the layers, the
+    last eighth, and every third between. It
     counts all layers of a model; here only those with experts are counted, the same unless some layers are dense.
     """
     base = LLAMA[name]
