@@ -23,7 +23,7 @@ from dpamoe.shards import Shards
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(sys.executable).with_name("dpamoe")
-OUTCOME = ["model", "sites", "experts", "tokens", "full_precision", "points"]
+OUTCOME = ["model", "sites", "experts", "tokens", "full_precision", "points", "left_out"]
 
 
 def by_name(outcome, field="kl"):

@@ -29,7 +29,6 @@ def arguments(parser) -> None:
         "beside it, in OUTPUT_DIR.log",
     )  # fmt: skip
     parser.add_argument("--calibration", type=Path, help="text for the residual profile; without it the model writes its own")
-    parser.add_argument("--budget", type=float, default=4.0, help="default budget of the checkpoint, planes per expert")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="PATTERN",
         help="leave experts alone whose module path fits, such as 'model.layers.0.*'; may be repeated",
@@ -43,7 +42,9 @@ def arguments(parser) -> None:
         "--jobs", type=options.positive, default=1, metavar="N",
         help="start N processes with `accelerate launch`, which share the layers of each model and take a GPU each",
     )  # fmt: skip
+    options.preset_flag(parser)
     options.encode_flags(parser)
+    options.spend_flags(parser)
     options.device_flag(parser)
 
 

@@ -1,6 +1,6 @@
 """`dpamoe plan`: how many planes of a model fit into a memory, before anything is loaded."""
 
-from dpamoe.cli.options import encode_flags, encode_spec, positive, size
+from dpamoe.cli.options import encode_flags, encode_spec, positive, preset_flag, size
 from dpamoe.plan import costs_of, plan
 
 NAME = "plan"
@@ -16,6 +16,7 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--margin", type=size, help="memory to leave free; default: 512MiB and what a prompt of that length needs"
     )
+    preset_flag(parser)
     encode_flags(parser)
 
 
