@@ -120,7 +120,7 @@ def _sweep(work: Work, todo: set[str]) -> None:
     names = [sketch.path for sketch in plan.sketches if any(_inside(sketch.path, path) for path in todo)]
     bar = iter(track(names, "encode", str))
     try:
-        with Sweep(plan.model, plan.layers, [_moved(batch, plan.model, work.device) for batch in work.batches]) as sweep:
+        with Sweep(plan.model, plan.layers, [moved(batch, plan.model, work.device) for batch in work.batches]) as sweep:
             passed = []
             while todo and not wanted.issubset(passed) and (layer := sweep.at) is not None:
                 _layer(work, sweep, layer, bar, passed if layer in todo else None)
@@ -133,7 +133,7 @@ def _sweep(work: Work, todo: set[str]) -> None:
         raise ValueError(f"the calibration text never reached {min(missed)}: the model runs no such layer on text alone")
 
 
-def _moved(batch: calibrate.Batch, model: nn.Module, device: str) -> calibrate.Batch:
+def moved(batch: calibrate.Batch, model: nn.Module, device: str) -> calibrate.Batch:
     """A batch on the device, and without a cache, which would grow with every layer."""
     import inspect
 
@@ -194,7 +194,7 @@ def _encode_layer(work: Work, sweep: Sweep, layer: str, bar, behind: list[str]) 
     replaced = tuple(f"{site.path}." for site in sites)
     held = {name: _held(model, name) for name in mapping.below(layer) if not name.startswith(replaced)}
     work.shards.append("base", held)
-    _finish(work, layer, {"sites": [site.as_dict() for site in sites], "unreached": unreached, "refused": refused})
+    finish_unit(work, layer, {"sites": [site.as_dict() for site in sites], "unreached": unreached, "refused": refused})
 
 
 def _append_site(work: Work, site: Site, encoded: dict[str, Tensor]) -> None:
@@ -243,10 +243,10 @@ def _write_plain(work: Work, unit: str, names: list[str]) -> None:
         tensors = make_tensors(work.plan.mapping, work.plan.model, work.plan.source, [name])
         _check_finite(work.plan, name, tensors[name])
         work.shards.append("base", tensors)
-    _finish(work, unit, {"sites": [], "unreached": {}, "refused": {}})
+    finish_unit(work, unit, {"sites": [], "unreached": {}, "refused": {}})
 
 
-def _finish(work: Work, unit: str, outcome: dict) -> None:
+def finish_unit(work: Work, unit: str, outcome: dict) -> None:
     """Put what was appended on the disk, then say so in the journal."""
     work.shards.sync()
     work.journal.units[unit] = outcome

@@ -12,13 +12,13 @@ from . import sources
 LAYERS = 5
 PROGRAM = r"""
 import re, sys, torch
-from dpamoe import EncodeSpec, calibration, convert, own_text
+from dpamoe import EncodeSpec, SpendSpec, calibration, convert, own_text
 ids = torch.randint(3, 512, (2048,), generator=torch.Generator().manual_seed(0))
 if sys.argv[3] == "given":
     convert.calibration_batches = lambda job, plan, partial: calibration.id_batches(plan.model, ids)
 else:
     calibration.WRITTEN_TOKENS, own_text.SHARE = 3, 0.0  # each of them reads all layers again
-job = convert.Job(sys.argv[1], sys.argv[2], EncodeSpec(iterations=0, k_max=2), budget=2.0)
+job = convert.Job(sys.argv[1], sys.argv[2], EncodeSpec(iterations=0, k_max=2), SpendSpec(2.0))
 foreseen = convert.preview(job)
 written = convert.convert(job)["bytes"]
 status = open("/proc/self/status").read()  # getrusage counts what the parent held at the fork
