@@ -127,9 +127,8 @@ def _check_encoded(folder: str, encodings: dict[str, EncodeSpec], spec: EncodeSp
             f"{folder} is encoded already, with {spec}, and preset {other} encodes with {preset_encoding(other)}: give the "
             "original model, or leave that preset out"
         )
-    _, weight_map = checkpoint.read_index(folder)
     by_level = [name for name in encodings if evaluate.SPENDINGS[name].allocator == "threshold"]
-    if by_level and not any(name.endswith(f".{checkpoint.IMPORTANCE[0]}") for name in weight_map):
+    if by_level and not checkpoint.is_weighed(*checkpoint.read_index(folder)):
         raise ValueError(
             f"{by_level[0]} needs the sensitivity of layers, which {folder} does not hold: measure it with `dpamoe profile`"
         )

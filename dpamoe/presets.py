@@ -1,6 +1,6 @@
 """Settings that go together under a name: how to encode, and how the model then spends its planes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpamoe.spec import EncodeSpec, SpendSpec
 
@@ -20,6 +20,14 @@ PRESETS = {
         EncodeSpec(group_size=32, scale_mode="tied"), SpendSpec(allocator="threshold", skip=True)
     ),  # the least error at the same bytes; the budget is kept on average
 }
+
+
+def name_of(encode: EncodeSpec, spend: SpendSpec) -> str | None:
+    """The preset with these settings, whatever the budget; None if there is none."""
+    for name, preset in PRESETS.items():
+        if (encode, replace(spend, budget=preset.spend.budget)) == (preset.encode, preset.spend):
+            return name
+    return None
 
 
 def preset_of(name: str) -> Preset:
