@@ -20,8 +20,9 @@ BLUE, VERMILLION, GREEN, INK = "#0072B2", "#D55E00", "#009E73", "#333333"
 MUTED = (
     (GREEN, "^", (0, (4, 1.5))), ("#CC79A7", "v", (0, (1, 1))), ("#56B4E9", "d", (0, (5, 1, 1, 1))), ("#999999", "x", "-"),
 )  # fmt: skip
-MAIN = {  # curves with labels of budgets: colour, marker and name
-    "dpa": (BLUE, "o", "DPA"), "paper": (BLUE, "o", "preset paper"), "quality": (GREEN, "^", "preset quality"),
+MAIN = {  # curves with labels of budgets: colour, marker and name, which is short enough for two columns
+    "dpa": (BLUE, "o", r"DPA (labels: $\bar{k}$)"), "paper": (BLUE, "o", r"paper, at $\bar{k}$"),
+    "quality": (GREEN, "^", r"quality, at $\bar{k}$"),
 }  # fmt: skip
 PANELS = (3.0, 4.0, 6.0)  # budgets whose planes are drawn; at both ends of the range every pair has the same number
 MIDDLE = 4  # planes whose residuals are drawn
@@ -168,7 +169,7 @@ def _draw_bars(axes, points: list[_Point], colour: str) -> None:
 
 def _draw_main(axes, points: list[_Point], colour: str, marker: str, name: str) -> None:
     _draw_bars(axes, points, colour)
-    _draw(axes, points, colour, label=rf"{name} (labels: $\bar{{k}}$)", marker=marker)
+    _draw(axes, points, colour, label=name, marker=marker)
     _draw(axes, points, colour, zorder=4, linestyle="none", marker=marker)  # only its line is below other series
 
 

@@ -112,14 +112,15 @@ def test_every_series_is_drawn_at_its_sizes_and_kls(tmp_path, drawn):
 def test_presets_are_curves_with_labels_and_sizes_also_in_bits(tmp_path, drawn):
     """24 million expert weights beside 10 MB: 16 MB are 2 bits per weight, 22 MB are 4."""
     points = [point("paper", 2.0, 16, 0.3), point("paper", 4.0, 22, 0.1), point("quality", 2.0, 16, 0.2)]
-    points += [point("threshold", 2.0, 16, 0.25), point("quality", 4.0, 22, 0.05), point("q2_k_pure", None, 19, 0.12)]
+    points += [point("uniform", 2.5, 16, 0.25), point("quality", 4.0, 22, 0.05), point("q2_k_pure", None, 19, 0.12)]
     plot.frontier(outcome(points), tmp_path / "a.svg")
-    assert drawn.lines[r"preset paper (labels: $\bar{k}$)"][0] == [(16.0, 0.3), (22.0, 0.1)]
-    assert drawn.lines[r"preset quality (labels: $\bar{k}$)"][0] == [(16.0, 0.2), (22.0, 0.05)]
+    assert drawn.lines[r"paper, at $\bar{k}$"][0] == [(16.0, 0.3), (22.0, 0.1)]
+    assert drawn.lines[r"quality, at $\bar{k}$"][0] == [(16.0, 0.2), (22.0, 0.05)]
     colours = [look["color"] for label, (_, look) in drawn.lines.items() if label]
     assert len(set(colours)) == len(colours) == 4
     assert set(drawn.notes) == {"2", "4", "Q2_K_PURE"}
-    (axes,) = drawn.figures[0].axes
+    (axes,), (legend,) = drawn.figures[0].axes, drawn.figures[0].legends
+    assert legend.get_window_extent().x1 <= drawn.figures[0].bbox.x1
     (bits,) = axes.child_axes
     assert bits.get_xlabel() == "bits per expert weight"
     assert bits.transData.transform((2, 0))[0] == pytest.approx(axes.transData.transform((16, 1))[0])
