@@ -59,7 +59,7 @@ def frontier(outcome: dict, file: Path) -> Path:
     """
     curves, static = _series(outcome, "kl", lambda point: point.get("kl_error"))
     ends = [point.ends() for points in (*curves.values(), static) for point in points]
-    with blank(file, 3.3, outcome["model"]) as figure:
+    with blank(file, 3.6, outcome["model"]) as figure:
         axes = figure.add_subplot()
         axes.set_ylabel("KL to full precision (nats/token)")
         if ends:
@@ -78,7 +78,7 @@ def accuracy_frontier(outcome: dict, file: Path) -> Path:
     curves = {name: [_in_percent(point) for point in points] for name, points in curves.items()}
     static = [_in_percent(point) for point in static]
     tasks = len(full.get("accuracy") or {})
-    with blank(file, 3.3, outcome["model"]) as figure:
+    with blank(file, 3.6, outcome["model"]) as figure:
         axes = figure.add_subplot()
         axes.set_ylabel(f"accuracy, mean of {tasks} tasks (%)" if tasks > 1 else "accuracy (%)")
         reference = None if full.get("macro") is None else 100 * full["macro"]

@@ -1,6 +1,7 @@
 """What the layers of a source folder matter: measured at the end of a conversion, with as much in memory as there is room for.
 
-A layer that does not stay in memory is read for the forward pass and once more for the backward pass of each few rows of text.
+Every layer runs once for the forward pass and once more for the backward pass of each few rows of text, so that what it
+computes is kept for one layer at a time; a layer that does not stay in memory is read each time.
 """
 
 import logging
@@ -61,7 +62,7 @@ def weigh(work: Work, max_memory: int | None) -> None:
         )  # fmt: skip
     batches = [moved(batch, plan.model, work.device) for batch in work.batches[1:]]  # the first is the example
     with own_text.paged(plan, work.device, again):
-        found = sensitivity.measure(plan.model, sites, batches, again)
+        found = sensitivity.measure(plan.model, sites, batches, plan.layers)  # what they compute would add up, too
     for path, importance in found.items():
         work.shards.append("residuals", {f"{path}.{name}": tensor for name, tensor in vars(importance).items()})
     finish_unit(work, UNIT, {"sites": [], "unreached": {}, "refused": {}})

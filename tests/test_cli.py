@@ -343,6 +343,16 @@ def test_demo_for_people(run, tmp_path, monkeypatch):
     assert all(len(line) > 30 for line in written) and "routed experts encoded: 64 of 64" in err
 
 
+def test_demo_with_a_preset(run, tmp_path, monkeypatch):
+    from dpamoe.cli import demo
+
+    monkeypatch.setattr(demo, "BUDGETS", (2.0,))
+    code, out, err = run("demo", "--max-tokens", 500, "--preset", "quality", "--picture", tmp_path / "picture.png", "--json")
+    assert code == 0, err
+    kl = by_name(json.loads(out))
+    assert list(kl) == [("dpa", 2), ("uniform", 2), ("threshold-skip", 2)] and kl["threshold-skip", 2] < 0.6 * kl["dpa", 2]
+
+
 BAD_INPUT = {
     "convert a dense model": (["convert", "{dense}", "--output-dir", "{out}"], ["no routed experts", "looks dense"]),
     "inspect a dense model": (["inspect", "{dense}"], ["no routed experts", "looks dense"]),

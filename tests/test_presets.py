@@ -1,15 +1,26 @@
-"""Presets: what they stand for, in memory and on the command line."""
+"""Presets: what they stand for, in memory and on the command line, and what was measured of them.
+
+`python -m tests.test_presets` writes the table of README.md from the results in tests/benchmarks.
+"""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import dpamoe
-from dpamoe import checkpoint, presets
+from dpamoe import checkpoint, presets, tables
 from dpamoe.cli import options
 from dpamoe.cli.main import build_parser
 from dpamoe.modules import encoded_experts
 from dpamoe.presets import PRESETS, Preset
 
+ROOT = Path(__file__).resolve().parents[1]
+README, MARKS = ROOT / "README.md", ("<!-- table: presets -->", "<!-- end: presets -->")
+MODELS = ("small", "tiny")
+PLAIN = {"q2_k_pure": 2.5, "q3_k_pure": 3.5, "q4_k_pure": 4.5}  # and sizes, in bits, that each is also compared at
+LESS = {"q2_k_pure": 0.35, "q3_k_pure": 0.35, "q4_k_pure": 0.30}  # KL at these sizes is lower by at least that share
 TIED = dpamoe.EncodeSpec(group_size=32, scale_mode="tied")
 BY_LEVEL = dpamoe.SpendSpec(allocator="threshold", skip=True)
 
@@ -94,3 +105,90 @@ def test_a_converted_folder_remembers_it(run, tiny_dir, tmp_path):
     assert checkpoint.is_weighed(settings, weight_map)
     code, out, _ = run("inspect", tmp_path / "out", "--json")
     assert all(words in out for words in ('"skip": true', '"allocator": "threshold"', '"sensitivities": true'))
+
+
+# ---- what was measured
+
+
+def measured():
+    """What `dpamoe eval --presets paper,quality` found on each model."""
+    folder = ROOT / "tests" / "benchmarks" / "results"
+    return {name: json.loads((folder / name / "presets" / "results.json").read_text(encoding="utf-8")) for name in MODELS}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_quality_has_less_error_at_every_budget_and_at_every_size(model):
+    found = measured()[model]
+    for budget, points in tables.spread(found).items():
+        if "paper" not in points:  # which skips no expert
+            assert budget < 2
+            continue
+        assert points["quality"]["kl"] < 0.8 * points["paper"]["kl"]
+        assert points["quality"]["bits_per_weight"] < points["paper"]["bits_per_weight"] + 0.05
+        if (there := tables.kl_at(found, "quality", points["paper"]["bits_per_weight"])) is not None:
+            assert there < 0.8 * points["paper"]["kl"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_quality_is_below_plain_k_quants(model):
+    found = measured()[model]
+    formats = {point["allocation"]: point for point in tables.static_points(found)}
+    for name, less in LESS.items():
+        for bits in (PLAIN[name], formats[name]["bits_per_weight"]):
+            assert tables.kl_at(found, "quality", bits) <= (1 - less) * formats[name]["kl"]
+
+
+def by_budget(found):
+    """Rows of KL, with bits per expert weight, by budget."""
+    rows = []
+    spreads = {model: tables.spread(found[model]) for model in MODELS}
+    for budget in spreads["small"]:
+        cells = [f"{budget:g}"]
+        for model in MODELS:
+            points = spreads[model][budget]
+            cells += [_kl(points.get("paper")), _kl(points["quality"])]
+            cells.append(f"{points['quality']['kl'] / points['paper']['kl']:.2f}" if "paper" in points else tables.NONE)
+        rows.append(cells)
+    return tables.markdown(["k̄", *(f"{model}{name}" for model in MODELS for name in (": paper", ": quality", ", ratio"))], rows)
+
+
+def _kl(point):
+    return tables.NONE if point is None else f"{point['kl']:.5f} ({point['bits_per_weight']:.3f})"
+
+
+def by_size(found):
+    """Rows of static formats with the KL of the presets at their size, and of plain K-quants at sizes beside theirs."""
+    rows = []
+    for point in tables.static_points(found["small"]):
+        name, own = point["allocation"], point["bits_per_weight"]
+        for bits in [own, *([PLAIN[name]] if name in PLAIN and PLAIN[name] != own else [])]:
+            cells = [name, f"{own:.3f}", f"{bits:.3f}"]
+            for model in MODELS:
+                (static,) = [one for one in tables.static_points(found[model]) if one["allocation"] == name]
+                there = [tables.kl_at(found[model], preset, bits) for preset in PRESETS]
+                cells += [f"{static['kl']:.5f}", *(f"{kl:.5f}" for kl in there), f"{there[1] / static['kl'] - 1:+.0%}"]
+            rows.append(cells)
+    heads = ("", ": paper", ": quality", ", quality against it")
+    return tables.markdown(["format", "its bits", "at", *(f"{model}{name}" for model in MODELS for name in heads)], rows)
+
+
+def table():
+    """The two tables of README.md."""
+    found = measured()
+    return f"{by_budget(found)}\n\n{by_size(found)}"
+
+
+def split_readme():
+    """What stands before the tables in README.md, the tables, and what follows."""
+    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    between, after = rest.split(MARKS[1])
+    return before, between.strip("\n"), after
+
+
+def test_the_tables_of_the_readme_are_what_was_measured():
+    assert table() == split_readme()[1], "run `python -m tests.test_presets`, which writes them"
+
+
+if __name__ == "__main__":
+    before, _, after = split_readme()
+    README.write_text(f"{before}{MARKS[0]}\n{table()}\n{MARKS[1]}{after}", encoding="utf-8")
