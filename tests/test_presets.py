@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dpamoe
-from dpamoe import checkpoint, presets, tables
+from dpamoe import checkpoint, frontier, presets, tables
 from dpamoe.cli import options
 from dpamoe.cli.main import build_parser
 from dpamoe.modules import encoded_experts
@@ -89,6 +89,31 @@ def test_flags_change_a_preset():
     assert spec == dpamoe.EncodeSpec(64, 2, 6, "tied") and spend == dpamoe.SpendSpec(allocator="threshold")
     spec, spend = asked("--skip", "--allocator", "threshold", "--beta", "4", "--scale-mode", "tied")
     assert spec == dpamoe.EncodeSpec(scale_mode="tied", beta=4.0) and spend == BY_LEVEL
+
+
+@pytest.mark.parametrize(
+    "flags, names, spec",
+    [
+        ((), [], None),
+        (("--presets", "paper,quality"), ["paper", "quality"], None),
+        (("--preset", "Quality"), ["quality"], None),
+        (("--preset", "quality", "--group-size", "64"), ["quality"], dpamoe.EncodeSpec(64, scale_mode="tied")),
+        (("--group-size", "64"), [], dpamoe.EncodeSpec(64)),
+    ],
+)
+def test_eval_takes_several(flags, names, spec, monkeypatch):
+    """What flags change is the first preset; `frontier.plan` refuses them with more than one."""
+    seen = []
+
+    def stopped(wanted):
+        seen.append(wanted)
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(frontier, "plan", stopped)
+    args = build_parser().parse_args(["eval", "a", "--text", "b", *flags])
+    with pytest.raises(ValueError, match="stopped"):
+        args.run(args)
+    assert seen[0].presets == tuple(names) and seen[0].spec == spec
 
 
 def test_a_converted_folder_remembers_it(run, tiny_dir, tmp_path):
