@@ -145,7 +145,7 @@ def broken_run(source, out, monkeypatch):
     "change, words",
     [
         ({"spec": dpamoe.EncodeSpec(group_size=16, iterations=1)}, "spec was .* and is "),
-        ({"budget": 3.0}, "budget was 4.0 and is 3.0"),
+        ({"spend": dpamoe.SpendSpec(3.0)}, "budget was 4.0 and is 3.0"),
         ({"ignore": ("model.layers.0.*",)}, "ignored was"),
     ],
 )
