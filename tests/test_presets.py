@@ -135,10 +135,10 @@ def test_a_converted_folder_remembers_it(run, tiny_dir, tmp_path):
 # ---- what was measured
 
 
-def measured():
-    """What `dpamoe eval --presets paper,quality` found on each model."""
-    folder = ROOT / "tests" / "benchmarks" / "results"
-    return {name: json.loads((folder / name / "presets" / "results.json").read_text(encoding="utf-8")) for name in MODELS}
+def measured(name="results"):
+    """What `dpamoe eval --presets paper,quality` found on each model, on the second or the first half of the text."""
+    folders = {model: ROOT / "tests" / "benchmarks" / "results" / model / "presets" for model in MODELS}
+    return {model: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for model, folder in folders.items()}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -161,6 +161,25 @@ def test_quality_is_below_plain_k_quants(model):
     for name, less in LESS.items():
         for bits in (PLAIN[name], formats[name]["bits_per_weight"]):
             assert tables.kl_at(found, "quality", bits) <= (1 - less) * formats[name]["kl"]
+
+
+def ratios(found):
+    """KL of quality over that of paper, by budget, and over that of each format, by its name and a size."""
+    spread = tables.spread(found).items()
+    by = {budget: points["quality"]["kl"] / points["paper"]["kl"] for budget, points in spread if budget >= 2}
+    for point in tables.static_points(found):
+        name, own = point["allocation"], point["bits_per_weight"]
+        by |= {(name, bits): tables.kl_at(found, "quality", bits) / point["kl"] for bits in (own, PLAIN.get(name, own))}
+    return by
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_other_half_of_the_text_says_the_same(model):
+    first, second = (ratios(measured(name)[model]) for name in ("first_half", "results"))
+    assert first == pytest.approx(second, abs=0.06, rel=0)
+    by_budget = [ratio for key, ratio in second.items() if not isinstance(key, tuple)]
+    assert len(by_budget) == 6 and min(by_budget) >= 0.25 and max(by_budget) < 0.735  # 25 to 73 per cent
+    assert f"{1 - first['q4_k_pure', 4.5]:.0%}" == {"small": "30%", "tiny": "28%"}[model]
 
 
 def by_budget(found):
