@@ -120,7 +120,7 @@ def _sweep(work: Work, todo: set[str]) -> None:
     names = [sketch.path for sketch in plan.sketches if any(_inside(sketch.path, path) for path in todo)]
     bar = iter(track(names, "encode", str))
     try:
-        with Sweep(plan.model, plan.layers, [moved(batch, plan.model, work.device) for batch in work.batches]) as sweep:
+        with Sweep(plan.model, plan.layers, [_moved(batch, plan.model, work.device) for batch in work.batches]) as sweep:
             passed = []
             while todo and not wanted.issubset(passed) and (layer := sweep.at) is not None:
                 _layer(work, sweep, layer, bar, passed if layer in todo else None)
@@ -133,7 +133,7 @@ def _sweep(work: Work, todo: set[str]) -> None:
         raise ValueError(f"the calibration text never reached {min(missed)}: the model runs no such layer on text alone")
 
 
-def moved(batch: calibrate.Batch, model: nn.Module, device: str) -> calibrate.Batch:
+def _moved(batch: calibrate.Batch, model: nn.Module, device: str) -> calibrate.Batch:
     """A batch on the device, and without a cache, which would grow with every layer."""
     import inspect
 

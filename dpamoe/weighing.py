@@ -12,7 +12,7 @@ from dpamoe.calibration import LENGTH
 from dpamoe.forecast import PROCESS
 from dpamoe.layers import Outline
 from dpamoe.sites import Site
-from dpamoe.stream import Work, finish_unit, moved
+from dpamoe.stream import Work, finish_unit
 
 logger = logging.getLogger("dpamoe")
 UNIT = "what layers matter"  # in the journal
@@ -60,7 +60,9 @@ def weigh(work: Work, max_memory: int | None) -> None:
             "%.1f GiB of layers do not stay in memory: they are read %d times, %.0f GiB in all",
             size / 2**30, times, size * times / 2**30,
         )  # fmt: skip
-    batches = [moved(batch, plan.model, work.device) for batch in work.batches[1:]]  # the first is the example
+    batches = [  # the first is the example
+        (args, {name: tensor.to(work.device) for name, tensor in kwargs.items()}) for args, kwargs in work.batches[1:]
+    ]
     with own_text.paged(plan, work.device, again):
         found = sensitivity.measure(plan.model, sites, batches, plan.layers)  # what they compute would add up, too
     for path, importance in found.items():

@@ -60,6 +60,22 @@ def test_streamed_is_what_memory_gives(source, ids, tmp_path, monkeypatch, stay,
     assert spends == {SPEND} and all(experts.sensitivity > 0 for experts in encoded_experts(model).values())
 
 
+def test_where_no_gradient_can_be_had(source, ids, tmp_path, monkeypatch, caplog):
+    """With noise on one layer after the other, as in memory; no layer stays there."""
+
+    def without(*arguments):
+        raise RuntimeError("no derivative")
+
+    monkeypatch.setattr(own_text, "room", lambda *_: 0)
+    monkeypatch.setattr(sensitivity, "by_gradient", without)
+    for name in ("streamed", "memory"):
+        (tmp_path / name).mkdir()
+    convert.convert(Job(source, tmp_path / "streamed" / "model", SPEC, SPEND))
+    assert "no gradient can be had (no derivative): sensitivities are measured with noise" in caplog.text
+    expected = contents(in_memory(source, tmp_path / "memory" / "model", ids))
+    assert contents(tmp_path / "streamed" / "model")[checkpoint.RESIDUALS] == expected[checkpoint.RESIDUALS]
+
+
 def test_layers_that_run_again_give_the_same_numbers(source):
     """Gates are counted once, and nothing is left on the model."""
     model = storage.load_original(source)
