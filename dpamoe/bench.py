@@ -1,4 +1,4 @@
-"""Time one layer's experts at random weights: planes by token, by dispatch and Uniform-k, beside transformers' bf16 experts.
+"""Time one layer's experts at random weights: by every way to hand out planes, beside transformers' bf16 experts.
 
 Layers are read in turn, so that no cache holds the next one. On CUDA each is compiled by the backend "dpamoe", allocator and
 counter included, and replayed as a CUDA graph.
@@ -24,7 +24,7 @@ TOKENS = (1, 8, 64, 512, 2048)
 BASELINES = ("grouped_mm", "batched_mm")
 BARE = "bare_grouped_mm"  # the two matmuls and what is between them: no sorting, gathering or weighted sum
 GATHERS = "batched_mm"  # copies the weights of every pair, so its memory grows with the tokens
-SPENDS = (("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"))
+SPENDS = (("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"), ("threshold-skip", "token"))
 
 
 def check_baselines(names: Sequence[str]) -> None:
@@ -76,10 +76,16 @@ def _encoded_rows(
         inputs = [synthetic.routing(layers[0].site, count, device, seed) for seed in range(len(layers))]
         for budget in budgets:
             for layer in layers:
-                layer.set_spend(SpendSpec(budget, allocation, scope))
+                layer.set_spend(_spend(budget, allocation, scope))
             rows.append({"tokens": count, "budget": budget, "allocation": allocation, "scope": scope})
             rows[-1] |= _timed(layers, inputs, run, copied, device)
     return sorted(rows, key=lambda row: (row["tokens"], -row["budget"]))
+
+
+def _spend(budget: float, allocation: str, scope: str) -> SpendSpec:
+    if allocation == "threshold-skip":
+        return SpendSpec(budget, scope=scope, allocator="threshold", skip=True)
+    return SpendSpec(budget, allocation, scope)
 
 
 def _compiled(device: torch.device) -> Callable:

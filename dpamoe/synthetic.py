@@ -18,9 +18,11 @@ from dpamoe.modules import EncodedExperts
 from dpamoe.passes import weightless
 from dpamoe.sites import Site
 from dpamoe.spec import EncodeSpec
+from dpamoe.threshold import count_gates
 
 DTYPE = torch.bfloat16  # of everything that is not encoded
 STD = 0.02
+CALIBRATION = 4096  # tokens whose gates thresholds are found on
 LOOKED_AT = 4  # layers that are searched for experts; most models repeat one or two kinds
 
 
@@ -194,7 +196,10 @@ def encoded_weight(
 
 
 def encoded_layer(site: Site, spec: EncodeSpec, device: torch.device, seed: int = 0) -> EncodedExperts:
-    """The experts of a site at random, encoded: residuals fall by 4 with each plane, experts differ by a factor of about 3."""
+    """The experts of a site at random, encoded: residuals fall by 4 with each plane, experts differ by a factor of about 3.
+
+    Thresholds are found on the gates of CALIBRATION tokens of `routing`, with sensitivity 1.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -206,7 +211,10 @@ def encoded_layer(site: Site, spec: EncodeSpec, device: torch.device, seed: int 
     down_bias = normal(site.experts, site.out).mul_(STD).to(DTYPE) if site.layout.down_bias else None
     falls = 0.25 ** torch.arange(spec.k_max + 1, device=device)
     residuals = (normal(site.experts, 1) / 2).exp() * falls
-    return EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals).eval()
+    experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals).eval()
+    _, index, weights = routing(site, CALIBRATION, device, seed)
+    experts.set_importance(torch.ones((), device=device), count_gates(weights, index, site.experts).int())
+    return experts
 
 
 def plain_layer(model: nn.Module, site: Site, device: torch.device, implementation: str, seed: int = 0) -> nn.Module:
