@@ -69,6 +69,8 @@ def bench_layers(
 def _encoded_rows(
     layers: list[EncodedExperts], budgets: Sequence[float], tokens: Sequence[int], copied: float, device: torch.device
 ) -> list[dict]:
+    for seed, layer in enumerate(layers):
+        synthetic.weigh(layer, device, seed)
     jobs = [(count, *spend) for spend in SPENDS for count in tokens]
     rows = []
     for count, allocation, scope in track(jobs, "bench", lambda job: f"{job[0]} tokens, {job[1]} by {job[2]}"):

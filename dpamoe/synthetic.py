@@ -196,10 +196,7 @@ def encoded_weight(
 
 
 def encoded_layer(site: Site, spec: EncodeSpec, device: torch.device, seed: int = 0) -> EncodedExperts:
-    """The experts of a site at random, encoded: residuals fall by 4 with each plane, experts differ by a factor of about 3.
-
-    Thresholds are found on the gates of CALIBRATION tokens of `routing`, with sensitivity 1.
-    """
+    """The experts of a site at random, encoded: residuals fall by 4 with each plane, experts differ by a factor of about 3."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -211,10 +208,13 @@ def encoded_layer(site: Site, spec: EncodeSpec, device: torch.device, seed: int 
     down_bias = normal(site.experts, site.out).mul_(STD).to(DTYPE) if site.layout.down_bias else None
     falls = 0.25 ** torch.arange(spec.k_max + 1, device=device)
     residuals = (normal(site.experts, 1) / 2).exp() * falls
-    experts = EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals).eval()
-    _, index, weights = routing(site, CALIBRATION, device, seed)
-    experts.set_importance(torch.ones((), device=device), count_gates(weights, index, site.experts).int())
-    return experts
+    return EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals).eval()
+
+
+def weigh(experts: EncodedExperts, device: torch.device, seed: int = 0) -> None:
+    """Let thresholds be found on the gates of CALIBRATION tokens of `routing`, with sensitivity 1."""
+    _, index, weights = routing(experts.site, CALIBRATION, device, seed)
+    experts.set_importance(torch.ones((), device=device), count_gates(weights, index, experts.site.experts).int())
 
 
 def plain_layer(model: nn.Module, site: Site, device: torch.device, implementation: str, seed: int = 0) -> nn.Module:
