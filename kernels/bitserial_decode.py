@@ -43,11 +43,11 @@ def _ask_stages(
     PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Ask for the planes from `early` on; 0 and 1, 2 and 3, 4 to 7 are waited for one after the other."""
-    ask_rows(buffers, planes, row, early, min(2, CAP), 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, early, min(2, CAP), k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
-    ask_rows(buffers, planes, row, 2, min(4, CAP), 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, 2, min(4, CAP), k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
-    ask_rows(buffers, planes, row, 4, CAP, 0, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, row, 4, CAP, k, IN, WIDTH, PIECES, MATRICES, NW, 1)
     async_copy.commit_group()
 
 
@@ -75,7 +75,7 @@ def up_kernel(
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
-    ask_rows(buffers, planes, first_row, 0, EARLY, 0, C, IN, WIDTH, PIECES, MATRICES, NW, 1)
+    ask_rows(buffers, planes, first_row, 0, EARLY, C, IN, WIDTH, PIECES, MATRICES, NW, 1)
     k = planes_of_slot(
         chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
@@ -104,7 +104,7 @@ def _up_rows(
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
-    own = scales_of_rows(scales, offset, row + r, column, k, IN, C, WIDTH, PIECES, MATRICES, NW)
+    own = scales_of_rows(scales, offset, row, k, IN, C, WIDTH, PIECES, MATRICES, NW, 1)
     X, Y = (), ()
     for p in gl.static_range(PIECES):
         start = (p * NW + column // 8) * 256 + input_

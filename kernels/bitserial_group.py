@@ -55,15 +55,15 @@ def group_kernel(
     row, begin, end = gl.load(entry).to(gl.int64) * OUT + tile, gl.load(entry + 1), gl.load(entry + 2)
     if begin < end:
         buffers = buffers_for(CAP * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
-        early = gl.load(entry + 3)
-        ask_rows(buffers, planes, row, 0, CAP, 0, early, IN, WIDTH, PIECES, MATRICES, NWK, RT)
-        most = _most(ks, begin, end, NWK * RT)
-        ask_rows(buffers, planes, row, 0, CAP, early, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
+        most = gl.load(entry + 3)  # of the first pair
+        if (most == 0) | (begin + 1 < end):
+            most = gl.maximum(most, _most(ks, begin, end, NWK * RT))
+        ask_rows(buffers, planes, row, 0, CAP, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         async_copy.commit_group()
         layout: gl.constexpr = words_layout(NWK, RT)
         r = gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
-        own = scales_of_rows(scales, offset, row + r, column, most, IN, C, WIDTH, PIECES, MATRICES, NWK)
+        own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
         weights = column_weights((column + r) * 0)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
         X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)

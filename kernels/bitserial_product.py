@@ -115,18 +115,66 @@ def scales_of(scales, offset, at, k, column, inside, C: gl.constexpr):
     return zero, low, high
 
 
+@gluon.constexpr_function
+def pairs_layout(NW, RT):
+    """[16 RT, NW, 4]: what words 8w … 8w + 7 of a row have in common for both groups, for each word c of four."""
+    warps = [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)] + [[16 << i, 0, 0] for i in range(RT.bit_length() - 1)]
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout([[8, 0, 0]], lanes, warps, [], [16 * RT, NW, 4])
+
+
+@gluon.jit
+def _both_groups(source, inside, NW: gl.constexpr, RT: gl.constexpr):
+    """Two fp16 numbers that stand side by side, read as one, as words [16 RT, 8 NW]; source: pointers [16 RT, NW, 4]."""
+    both = gl.load(source.to(gl.pointer_type(gl.int32)), mask=inside, other=0)
+    first = (both & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
+    second = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    whole = gl.join(first, second).permute(0, 1, 3, 2).reshape([16 * RT, 8 * NW])
+    return gl.convert_layout(whole, words_layout(NW, RT), assert_trivial=True)
+
+
+@gluon.jit
+def _paired_scales(scales, offset, at, k, own, inside, C: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
+    """`scales_of` where the two groups of a pair stand side by side on 4 bytes."""
+    found = (_both_groups(offset + at, inside & (own == 0) & (k > 0), NW, RT),)
+    for first in gl.static_range(0, C, 4):
+        address = scales[first].to(gl.int64) + own.to(gl.int64) * 0
+        for j in gl.static_range(1, min(4, C - first)):
+            address = gl.where(own == j, scales[first + j].to(gl.int64), address)
+        source = address.to(gl.pointer_type(gl.float16)) + at
+        found = found + (_both_groups(source, inside & (first + own < k), NW, RT),)
+    return found
+
+
 @gluon.jit
 def scales_of_rows(
-    scales, offset, row, column, k, IN: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
-    MATRICES: gl.constexpr, NW: gl.constexpr,
+    scales, offset, row, k, IN: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
-    """`scales_of` for each piece of 256 NW inputs and each matrix (the second WIDTH rows further on), piece by piece."""
-    group, own = column // 8 * 2 + column // 4 % 2, ()
-    for p in gl.static_range(PIECES):
-        inside = (group + p * 2 * NW < IN // 128) & (row >= 0)
-        for m in gl.static_range(MATRICES):
-            at = (row + m * WIDTH) * (IN // 128) + (group + p * 2 * NW)
-            own = own + (scales_of(scales, offset, at, k, column, inside, C),)
+    """`scales_of` of 16 RT rows from `row` on, for each piece of 256 NW inputs and each matrix (the second WIDTH rows on)."""
+    own = ()
+    if IN % 256 == 0:
+        layout: gl.constexpr = pairs_layout(NW, RT)
+        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        pair = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        plane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        for p in gl.static_range(PIECES):
+            inside = (pair + p * NW < IN // 256) & (line >= 0) & (plane >= 0)
+            for m in gl.static_range(MATRICES):
+                at = (line + m * WIDTH) * (IN // 128) + 2 * (pair + p * NW) + plane * 0
+                own = own + (
+                    _paired_scales(scales, offset, at, k, plane + (line * 0).to(gl.int32) + pair * 0, inside, C, NW, RT),
+                )
+    else:
+        words: gl.constexpr = words_layout(NW, RT)
+        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, words))[:, None]
+        column = gl.arange(0, 8 * NW, gl.SliceLayout(0, words))[None, :]
+        group = column // 8 * 2 + column // 4 % 2
+        for p in gl.static_range(PIECES):
+            inside = (group + p * 2 * NW < IN // 128) & (line >= 0)
+            for m in gl.static_range(MATRICES):
+                at = (line + m * WIDTH) * (IN // 128) + (group + p * 2 * NW)
+                own = own + (scales_of(scales, offset, at, k, column, inside, C),)
     return own
 
 
@@ -158,16 +206,16 @@ def buffers_for(COUNT: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr, PHASES:
 
 @gluon.jit
 def ask_rows(
-    buffers, planes, row, first: gl.constexpr, last: gl.constexpr, least, most, IN: gl.constexpr, WIDTH: gl.constexpr,
+    buffers, planes, row, first: gl.constexpr, last: gl.constexpr, most, IN: gl.constexpr, WIDTH: gl.constexpr,
     PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
-    """Copy planes first … last - 1, from `least` to before `most`, of 16 RT rows from `row` on, and of those WIDTH further."""
+    """Copy planes first … last - 1, as far as they are read, of 16 RT rows from `row` on, and of those WIDTH further."""
     across: gl.constexpr = 2 * NWK
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // across, across], [NWK * RT, 1], [1, 0])
     line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
     for c in gl.static_range(first, last):
-        if (c >= least) & (c < most):
+        if c < most:
             source = planes[c].to(gl.pointer_type(gl.int32)) + line * (IN // 32)
             for p in gl.static_range(PIECES):
                 inside = word + p * 8 * NWK < IN // 32

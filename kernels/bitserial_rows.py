@@ -63,7 +63,7 @@ def _ranks(
 
 @gluon.jit
 def _experts(
-    ids, entries, first, pairs, ids_token, ids_slot, least, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr,
+    ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr,
     P: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Write the entries of SOME experts from `first` on: where the pairs of each begin and end."""
@@ -77,7 +77,7 @@ def _experts(
     gl.store(entries + 4 * expert, expert, mask=expert < E)
     gl.store(entries + 4 * expert + 1, less, mask=expert < E)
     gl.store(entries + 4 * expert + 2, less + same, mask=expert < E)
-    gl.store(entries + 4 * expert + 3, least, mask=expert < E)
+    gl.store(entries + 4 * expert + 3, expert * 0, mask=expert < E)
 
 
 @gluon.jit
@@ -90,8 +90,8 @@ def order_kernel(
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
-    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, where its pairs begin and end, how
-    many planes are surely read. SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert;
+    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, where its pairs begin and end,
+    planes of the first (or 0). SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert;
     else one for each expert, of which each token writes SOME.
     """
     if PDL:
@@ -120,4 +120,4 @@ def order_kernel(
             gl.store(entries + 4 * place + 2, gl.where(first, less + same, less), mask=slot < A)
             gl.store(entries + 4 * place + 3, k, mask=slot < A)
         else:
-            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, K_MIN, A, E, SOME, P, NW)
+            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, A, E, SOME, P, NW)
