@@ -16,6 +16,7 @@ from dpamoe.encode import check_encodable, encode
 from dpamoe.modules import EncodedExperts, encoded_experts, uniform_start
 from dpamoe.own_format import keep_own_format
 from dpamoe.passes import find, rewrite
+from dpamoe.presets import preset_of
 from dpamoe.profile import TOKENS_PER_EXPERT, Sample, record, residual_table
 from dpamoe.progress import track
 from dpamoe.sites import Refusal, Site, gather
@@ -28,24 +29,25 @@ logger = logging.getLogger("dpamoe")
 def transform(
     model: nn.Module, budget: float = 4.0, *, example_inputs=None, calibration=None, spec: EncodeSpec | None = None,
     keep_original: bool = False, fallback: str | None = None, allocator: str | None = None, skip: bool | None = None,
+    preset: str | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make the routed experts of a model any-precision, in place, and return it (DPA-MoE, section 3).
 
     budget: average planes per selected expert. example_inputs: a tuple or dict for one recorded run; Hugging Face models
     need none. calibration: text, token ids or an iterable of inputs for the residual profile; None lets a language model
-    write its own text. keep_original: keep the original experts, for `revert`. fallback: "uniform" spends the same planes on
-    every expert in batches so large that this is faster, as `dpamoe tune` measured on the device that holds the experts; a
-    token's planes then depend on its batch. allocator: "exact" (the default) spends the budget on every token, "threshold"
-    on average, with less error, by what it measures on the calibration text; skip: leave out experts whose gate is tiny (see
-    `SpendSpec`). Router, shared experts and everything else stay as they are. A model that is already transformed only gets
-    the budget, and what else is given of fallback, allocator and skip.
+    write its own text. keep_original: keep the original experts, for `revert`. preset: a name for all of the settings that
+    follow, of which each that is given changes it: "paper" (the default) or "quality", less error at the same bytes. spec: how
+    to encode. allocator: "exact" spends the budget on every token, "threshold" on average, by what it measures on the
+    calibration text; skip: leave out experts whose gate is tiny; fallback: "uniform" spends the same planes on every expert in
+    batches so large that this is faster, as `dpamoe tune` measured on the device that holds the experts (see `SpendSpec`).
+    Router, shared experts and everything else stay as they are. A model that is already transformed only gets the budget, and
+    what else is given of preset, fallback, allocator and skip.
 
     Raises ValueError if there are no routed experts, weights are not finite, the budget or group size does not fit, or
     nothing was measured for the fallback; TypeError if example_inputs are needed. The model is unchanged then. Interrupted
     while it encodes, it leaves some sites encoded and cannot be saved: call it again to finish.
     """
-    given = {"fallback": fallback, "allocator": allocator, "skip": skip}
-    changes = {name: value for name, value in given.items() if value is not None}
+    spec, changes = _chosen(preset, spec, {"fallback": fallback, "allocator": allocator, "skip": skip})
     spend = SpendSpec(budget, **changes)
     if hasattr(model, "_orig_mod"):
         raise TypeError("the model is wrapped by torch.compile: transform the model itself, then compile it")
@@ -58,6 +60,15 @@ def transform(
         _encode(model, spec, calibrate.example_batch(model, example_inputs), calibration, keep_original, spend)
     set_spend(model, **asdict(spend))
     return model
+
+
+def _chosen(preset: str | None, spec: EncodeSpec | None, given: dict) -> tuple[EncodeSpec | None, dict]:
+    """The encoding, and the fields of `SpendSpec` but the budget, that a preset and what is given beside it ask for."""
+    changes = {name: value for name, value in given.items() if value is not None}
+    if preset is None:
+        return spec, changes
+    named = preset_of(preset)
+    return spec or named.encode, {name: value for name, value in asdict(named.spend).items() if name != "budget"} | changes
 
 
 def _encode(

@@ -1,4 +1,4 @@
-"""Time one layer's experts at random weights: planes by token, by dispatch and Uniform-k, beside transformers' bf16 experts.
+"""Time one layer's experts at random weights: by every way to hand out planes, beside transformers' bf16 experts.
 
 Layers are read in turn, so that no cache holds the next one. On CUDA each is compiled by the backend "dpamoe", allocator and
 counter included, and replayed as a CUDA graph.
@@ -24,7 +24,7 @@ TOKENS = (1, 8, 64, 512, 2048)
 BASELINES = ("grouped_mm", "batched_mm")
 BARE = "bare_grouped_mm"  # the two matmuls and what is between them: no sorting, gathering or weighted sum
 GATHERS = "batched_mm"  # copies the weights of every pair, so its memory grows with the tokens
-SPENDS = (("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"))
+SPENDS = (("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"), ("threshold-skip", "token"))
 
 
 def check_baselines(names: Sequence[str]) -> None:
@@ -69,6 +69,8 @@ def bench_layers(
 def _encoded_rows(
     layers: list[EncodedExperts], budgets: Sequence[float], tokens: Sequence[int], copied: float, device: torch.device
 ) -> list[dict]:
+    for seed, layer in enumerate(layers):
+        synthetic.weigh(layer, device, seed)
     jobs = [(count, *spend) for spend in SPENDS for count in tokens]
     rows = []
     for count, allocation, scope in track(jobs, "bench", lambda job: f"{job[0]} tokens, {job[1]} by {job[2]}"):
@@ -76,10 +78,16 @@ def _encoded_rows(
         inputs = [synthetic.routing(layers[0].site, count, device, seed) for seed in range(len(layers))]
         for budget in budgets:
             for layer in layers:
-                layer.set_spend(SpendSpec(budget, allocation, scope))
+                layer.set_spend(_spend(budget, allocation, scope))
             rows.append({"tokens": count, "budget": budget, "allocation": allocation, "scope": scope})
             rows[-1] |= _timed(layers, inputs, run, copied, device)
     return sorted(rows, key=lambda row: (row["tokens"], -row["budget"]))
+
+
+def _spend(budget: float, allocation: str, scope: str) -> SpendSpec:
+    if allocation == "threshold-skip":
+        return SpendSpec(budget, scope=scope, allocator="threshold", skip=True)
+    return SpendSpec(budget, allocation, scope)
 
 
 def _compiled(device: torch.device) -> Callable:
@@ -103,13 +111,17 @@ def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, cop
     mean_read = sum(read) / len(read)
     shape = layer_shape(layers[0].site, layers[0].spec)
     return {
-        "path": paths.choose(shape, inputs[0][1].shape[0], device) if device.type == "cuda" else "torch",
+        "path": _path(shape, inputs[0][1].shape[0], device),
         "us": us,
         "mean_planes": float(torch.stack(chunks).float().mean()),
         "bytes_read": round(mean_read),
         "gb_per_s": mean_read / us / 1e3,
         "copy_share": mean_read / us * 1e6 / copied,
     }
+
+
+def _path(shape: paths.Shape, tokens: int, device: torch.device) -> str:
+    return paths.choose(shape, tokens, device, "bits" in paths.available(shape, device)) if device.type == "cuda" else "torch"
 
 
 def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:

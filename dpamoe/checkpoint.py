@@ -328,6 +328,12 @@ def spend_of(settings: dict) -> SpendSpec:
     )  # fmt: skip
 
 
+def is_weighed(settings: dict, names: Iterable[str]) -> bool:
+    """Whether a folder with these tensors holds what the allocator "threshold" needs of every site."""
+    wanted = {f"{site['path']}.{name}" for site in settings["sites"] for name in IMPORTANCE}
+    return bool(wanted) and wanted <= set(names)
+
+
 def build_experts(site: Site, settings: dict, tensors: dict[str, Tensor], planes: int) -> EncodedExperts:
     """Take one site's tensors out of `tensors` and make its module; ValueError names a tensor that is missing or misshaped."""
     spec = spec_of(settings)

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dpamoe import calibration as calibrate
-from dpamoe import checkpoint, own_text, storage
+from dpamoe import checkpoint, own_text, storage, weighing
 from dpamoe.encode import check_group
 from dpamoe.files import sync, write_json
 from dpamoe.forecast import Forecast, check_memory, check_size, companions_of, forecast, written_size
@@ -34,29 +35,42 @@ OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # as torch says it, 
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion. calibration: a text file; None for text of its own. max_memory: bytes. ignore: patterns of sites."""
+    """One conversion.
+
+    spend: how the folder spends unless it is told otherwise. calibration: a text file; None for text of its own. max_memory:
+    bytes. ignore: patterns of sites.
+    """
 
     source: Path
     out: Path
     spec: EncodeSpec = EncodeSpec()
-    budget: float = 4.0
+    spend: SpendSpec = SpendSpec()
     calibration: Path | None = None
     ignore: tuple[str, ...] = ()
     device: str = "cpu"
     max_memory: int | None = None
     resume: bool = True
 
+    @property
+    def weighed(self) -> bool:
+        """Whether what layers matter is measured."""
+        return self.spend.allocator == "threshold"
+
 
 def prepare(job: Job) -> tuple[Outline, Forecast]:
     """Everything that can be known before the work. Raises ValueError for whatever would make it fail."""
-    check_budget(job.budget, job.spec.k_min, job.spec.k_max)
+    check_budget(job.spend.budget, job.spend.least(job.spec.k_min), job.spec.k_max)
     plan = outline(open_source(job.source), job.ignore)
     for sketch in plan.sketches:
         check_group(job.spec, min(sketch.hidden, sketch.inner), sketch.path)
-    found = forecast(plan, job.spec, companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW))
+    companions = companions_of(job.source, storage.WEIGHT_SUFFIXES, storage.WRITTEN_ANEW)
+    found = forecast(plan, job.spec, companions, weighed=job.weighed)
     own_text.check_source(plan.model, job.calibration)
     if job.calibration is None:
         found = replace(found, memory=max(found.memory, own_text.writing_memory(plan)))
+    if job.weighed:
+        weighing.check_measurable(plan)
+        found = replace(found, memory=max(found.memory, weighing.weighing_memory(plan)))
     check_memory(plan, found, job.max_memory)
     return plan, found
 
@@ -64,14 +78,16 @@ def prepare(job: Job) -> tuple[Outline, Forecast]:
 def preview(job: Job, again: bool = False, team: Team = ALONE) -> dict:
     """What `convert` would write and how much memory it would take; nothing is written. again, team: as in `convert`."""
     plan, found = prepare(replace(job, source=Path(job.source)))
-    again, times = 0, 0
+    read = 0
     if job.calibration is None:
-        again, times = own_text.price(plan, own_text.read_again(plan, own_text.room(plan, job.device, job.max_memory)))
+        room = own_text.room(own_text.writing_memory(plan), job.device, job.max_memory)
+        read = math.prod(own_text.price(plan, own_text.read_again(plan, room)))
+    weighed = weighing.price(plan, weighing.read_again(plan, job.device, job.max_memory)) if job.weighed else (0, 0)
     return {
         "source": str(job.source), "output_dir": str(job.out), "predicted_bytes": found.bytes, "encoded_bytes": found.encoded,
         "memory": found.memory, "sites": len(plan.sketches), "experts": sum(sketch.experts for sketch in plan.sketches),
         "refused": plan.refused, "refused_bytes": _bytes_left(plan, plan.refused),
-        "read_again_bytes": again * times,
+        "read_again_bytes": read, "read_to_weigh_bytes": math.prod(weighed),
     }  # fmt: skip
 
 
@@ -130,8 +146,8 @@ def _is_result(job: Job) -> bool:
     if not job.out.is_dir() or not checkpoint.is_encoded(job.out):
         return False
     held, _ = checkpoint.read_index(job.out)
-    wanted = {**job.spec.as_dict(), "default_budget": job.budget, "source": _relative_source(job)}
-    return all(held.get(name) == value for name, value in wanted.items())
+    wanted = {**job.spec.as_dict(), "source": _relative_source(job)}
+    return checkpoint.spend_of(held) == job.spend and all(held.get(name) == value for name, value in wanted.items())
 
 
 def _relative_source(job: Job) -> str:
@@ -165,6 +181,8 @@ def _convert(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team
         work = team.together(lambda: work or _work(job, plan, found, partial, team))
         stream(work)
         if team.main:
+            if job.weighed:
+                weighing.weigh(work, job.max_memory)
             _put_in_place(job, plan, found, partial, work)
             finish(partial, job.out)
     return {path: reason for unit in work.journal.units.values() for path, reason in unit["refused"].items()}
@@ -172,7 +190,8 @@ def _convert(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team
 
 def _work(job: Job, plan: Outline, found: Forecast, partial: Path, team: Team) -> Work:
     batches = calibration_batches(job, plan, partial)
-    journal = Journal(partial, settings(plan, job.spec, batches, job.device) | {"budget": job.budget})
+    spending = {"budget": job.spend.budget, "skip": job.spend.skip, "allocator": job.spend.allocator}
+    journal = Journal(partial, settings(plan, job.spec, batches, job.device) | spending)
     if job.calibration is None and team.main:
         own_text.keep(batches, partial / own_text.WRITTEN)  # behind the journal, which begins in an empty folder
     example = calibrate.example_batch(plan.model, None)
@@ -209,7 +228,7 @@ def _put_in_place(job: Job, plan: Outline, found: Forecast, partial: Path, work:
         raise ValueError(f"none of the experts of {job.source} reproduced its own output, so nothing was encoded: report this")
     index = _place(partial, work.shards)
     unreached = {path: ids for unit in units.values() for path, ids in unit["unreached"].items()}
-    held = checkpoint.settings_of(job.spec, SpendSpec(budget=job.budget), _relative_source(job), sites, unreached)
+    held = checkpoint.settings_of(job.spec, job.spend, _relative_source(job), sites, unreached)
     storage.copy_companions(job.source, partial)
     if getattr(plan.model, "generation_config", None) is not None:
         plan.model.generation_config.save_pretrained(partial)
@@ -251,7 +270,7 @@ def _place(partial: Path, shards: Shards) -> dict[str, dict]:
 def _card(job: Job, sites: int) -> str:
     spec = job.spec
     return storage.CARD.format(
-        name=job.out.name, budget=job.budget, lower=spec.k_min, sites=sites, k_max=spec.k_max, k_min=spec.k_min,
+        name=job.out.name, budget=job.spend.budget, lower=spec.k_min, sites=sites, k_max=spec.k_max, k_min=spec.k_min,
         group=spec.group_size,
     )  # fmt: skip
 

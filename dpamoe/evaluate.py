@@ -2,7 +2,7 @@
 
 A point is a dictionary, as in `dpamoe eval --json`:
 
-    allocation        "dpa", another name of `SPENDINGS`, or a static format such as "q4_k_m"
+    allocation        "dpa", another name of `SPENDINGS`, a preset among them, or a static format such as "q4_k_m"
     budget            average planes per selected expert that were asked for; None for a static format
     mean_planes       average planes that were spent; None for a static format
     bits_per_weight   of the experts, scales included
@@ -21,6 +21,7 @@ from torch import nn
 
 from dpamoe import api
 from dpamoe.modules import encoded_experts
+from dpamoe.presets import PRESETS
 from dpamoe.progress import track
 from dpamoe.score import ReferenceLogits, Score
 from dpamoe.sites import Site
@@ -32,12 +33,19 @@ UNEVEN = "not uniform: a budget between two whole numbers gives earlier slots, m
 
 Job = tuple[str, float]  # name of a spending and budget
 
-# how each name spends; other settings are those of a new `SpendSpec`
+# how each name spends; other settings are those of a new `SpendSpec`. A preset also says how experts are encoded.
+OF_PRESETS = {name: preset.spend for name, preset in PRESETS.items()}
 SPENDINGS = {name: SpendSpec(allocation=name) for name in ALLOCATIONS} | {
     "skip": SpendSpec(skip=True),
     "threshold": SpendSpec(allocator="threshold"),
     "threshold-skip": SpendSpec(allocator="threshold", skip=True),
+    **OF_PRESETS,
 }
+
+
+def name_of(spend: SpendSpec) -> str:
+    """The name in `SPENDINGS` that is no preset's and spends so, whatever the budget."""
+    return next(name for name, own in SPENDINGS.items() if own == replace(spend, budget=own.budget))
 
 
 @dataclass(frozen=True)
@@ -91,10 +99,24 @@ class Sizes:
         return round(self.other_bytes + api.expert_bytes(model, planes, read))
 
 
-def jobs(budgets: Sequence[float], allocations: Iterable[str]) -> list[Job]:
-    """Every allocation at every budget, budget by budget, so that a run that is cut short has whole budgets."""
-    wanted = set(allocations)
-    return [(allocation, float(budget)) for budget in budgets for allocation in SPENDINGS if allocation in wanted]
+def jobs(budgets: Sequence[float], allocations: Iterable[str], k_min: int = 0) -> list[Job]:
+    """Every allocation at every budget, budget by budget, so that a run that is cut short has whole budgets.
+
+    Budgets that an allocation cannot reach where prefixes from k_min planes on decode are left out, see `left_out`.
+    """
+    wanted = [name for name in SPENDINGS if name in set(allocations)]
+    return [(name, float(budget)) for budget in budgets for name in wanted if budget >= SPENDINGS[name].least(k_min)]
+
+
+def left_out(budgets: Iterable[float], allocations: Iterable[str], k_min: int) -> list[str]:
+    """A sentence for each allocation that cannot reach some of these budgets."""
+    sentences = []
+    for name in allocations:
+        below = [f"{budget:g}" for budget in budgets if budget < SPENDINGS[name].least(k_min)]
+        if below:
+            why = f"since it skips no expert and gives each at least {k_min} planes"
+            sentences.append(f"{name} is left out at budget {', '.join(below)}, {why}")
+    return sentences
 
 
 def evaluate(
@@ -152,11 +174,14 @@ def full_sizes(model: nn.Module, sites: Sequence[Site]) -> dict:
     }
 
 
-def result(name: str, full_precision: dict, points: Sequence[dict]) -> dict:
-    """The object that `dpamoe eval --json` prints; full_precision: scores and `full_sizes` of the original."""
+def result(name: str, full_precision: dict, points: Sequence[dict], absent: Sequence[str] = ()) -> dict:
+    """The object that `dpamoe eval --json` prints; full_precision: scores and `full_sizes` of the original.
+
+    absent: sentences about points that there cannot be, as `left_out` makes them.
+    """
     full = dict(full_precision)
     heading = {"model": name} | {field: full.pop(field) for field in ("sites", "experts", "tokens")}
-    return heading | {"full_precision": full, "points": list(points)}
+    return heading | {"full_precision": full, "points": list(points), "left_out": list(absent)}
 
 
 def to_run(model: nn.Module, device: str | torch.device) -> nn.Module:

@@ -15,6 +15,7 @@ from dpamoe.passes.weightless import Sketch
 from dpamoe.shards import header_room
 from dpamoe.sites import Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import BINS
 
 logger = logging.getLogger("dpamoe")
 CARD_BYTES = 500
@@ -31,7 +32,7 @@ WIDENED = re.compile(r"\.(gate_up_proj|down_proj)\.(scale(\.\d+)?|offset)$")  # 
 class Forecast:
     """bytes: of the folder; encoded: of planes, scales and offsets in it; rooms: for headers, by group; memory: at the peak.
 
-    layer: where that is; companions: bytes of files that are copied.
+    layer: where that is; companions: bytes of files that are copied; weighed: whether it holds what layers matter.
     """
 
     bytes: int
@@ -40,12 +41,15 @@ class Forecast:
     memory: int
     layer: str
     companions: int
+    weighed: bool
 
 
-def forecast(plan: Outline, spec: EncodeSpec, companions: int, rooms: dict[str, int] | None = None) -> Forecast:
+def forecast(
+    plan: Outline, spec: EncodeSpec, companions: int, rooms: dict[str, int] | None = None, weighed: bool = False
+) -> Forecast:  # fmt: skip
     """Predict the size of the folder, and the peak of memory. companions: bytes of tokenizer files and the like.
 
-    rooms: bytes kept free for headers, where that is settled already.
+    rooms: bytes kept free for headers, where that is settled already. weighed: what layers matter is measured and written too.
     """
     groups: dict[str, dict[str, int]] = {"base": {}, "residuals": {}}
     replaced = tuple(f"{sketch.path}." for sketch in plan.sketches)
@@ -57,13 +61,16 @@ def forecast(plan: Outline, spec: EncodeSpec, companions: int, rooms: dict[str, 
         for name, size in encoded_sizes(plan, sketch, spec).items():
             groups.setdefault(checkpoint.group_of(name), {})[f"{sketch.path}.{name}"] = size
             encoded += size if name.startswith(("gate_up_proj", "down_proj")) else 0
+        if weighed:
+            sizes = dict(zip(checkpoint.IMPORTANCE, (4, 4 * sketch.experts * BINS), strict=True))
+            groups["residuals"] |= {f"{sketch.path}.{name}": size for name, size in sizes.items()}
     rooms = rooms or {name: header_room(list(group)) for name, group in groups.items()}
     data = {name: sum(group.values()) for name, group in groups.items()}
     headers = sum(rooms[name] * (1 + size // checkpoint.SHARD_BYTES) for name, size in data.items() if name != "residuals")
     headers += _plain_header(groups["residuals"], (plan.sketches[0].experts, spec.k_max + 1))
     texts = companions + _texts(plan, spec, [name for group in groups.values() for name in group])
     memory, layer = _memory(plan, spec)
-    return Forecast(sum(data.values()) + headers + texts, encoded, rooms, memory, layer, companions)
+    return Forecast(sum(data.values()) + headers + texts, encoded, rooms, memory, layer, companions, weighed)
 
 
 def _plain_header(sizes: dict[str, int], shape: tuple[int, int]) -> int:
@@ -81,15 +88,16 @@ def written_size(
     sites: paths of those that were; tensors: dtype and data_offsets of all that was written, by name.
     """
     kept = [sketch for sketch in plan.sketches if sketch.path in sites]
-    size = forecast(replace(plan, sketches=kept), spec, found.companions, found.rooms).bytes if kept else found.bytes
+    foreseen = replace(plan, sketches=kept)
+    size = forecast(foreseen, spec, found.companions, found.rooms, found.weighed).bytes if kept else found.bytes
     reasons = [f"{sketch.path} stays as it is" for sketch in plan.sketches if sketch.path not in sites]
     lengths = {name: fields["data_offsets"][1] - fields["data_offsets"][0] for name, fields in tensors.items()}
     for path in set(sites) - {sketch.path for sketch in kept}:
         reasons.append(f"{path} could be encoded after all")
         size += sum(length for name, length in lengths.items() if name.startswith(f"{path}."))
         size -= plan.bytes_of(plan.mapping.below(path))
-    foreseen = tuple(f"{sketch.path}." for sketch in kept)
-    wide = [name for name in tensors if WIDENED.search(name) and name.startswith(foreseen) and tensors[name]["dtype"] == "F32"]
+    known = tuple(f"{sketch.path}." for sketch in kept)
+    wide = [name for name in tensors if WIDENED.search(name) and name.startswith(known) and tensors[name]["dtype"] == "F32"]
     if wide:
         more = sum(lengths[name] for name in wide) // 2
         reasons.append(f"{len(wide)} tensors of scales need fp32, since fp16 does not hold their range (+{more:,} bytes)")

@@ -19,11 +19,12 @@ from dpamoe.evaluation_folder import Folder
 from dpamoe.modules import encoded_experts
 from dpamoe.passes import find
 from dpamoe.passes.rewrite import source_of
+from dpamoe.presets import DEFAULT, preset_of
 from dpamoe.profile import weight_error
 from dpamoe.progress import track
 from dpamoe.score import measure_reference, reopen_reference
 from dpamoe.sites import Site, gather
-from dpamoe.spec import EncodeSpec, check_budget
+from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
 from dpamoe.tasks import BATCH, check_tasks, run_tasks
 
 MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py")
@@ -36,14 +37,16 @@ HASHED = 1 << 20  # bytes at either end of a file
 class Wanted:
     """What a person asks for; `plan` checks it. Defaults are those of `dpamoe eval`.
 
-    baselines: allocations and static formats beside DPA. kl: whether KL is measured on the text, beside perplexity. tasks: of
-    lm-eval, from the folder include_path or lm-eval's own. limit: items per task. reference: the full-precision model, if not
-    the recorded one.
+    baselines: allocations and static formats beside DPA. presets: names of presets that stand in the place of DPA, each with
+    an encoding of its own; the first is also that of the baselines. spec: another encoding than that of the preset. kl: whether
+    KL is measured on the text, beside perplexity. tasks: of lm-eval, from the folder include_path or lm-eval's own. limit:
+    items per task. reference: the full-precision model, if not the recorded one.
     """
 
     model: str
     budgets: tuple[float, ...] = evaluate.BUDGETS
     baselines: tuple[str, ...] = BASELINES
+    presets: tuple[str, ...] = ()
     text: str | None = None
     calibration: str | None = None
     max_tokens: int | None = None
@@ -62,7 +65,8 @@ class Wanted:
 class Plan:
     """A checked `Wanted`: all that can be known to be wrong is right, and nothing long was done yet.
 
-    source: folder of the full-precision model. encoded: whether wanted.model is an encoded folder. windows: int64 [L] each,
+    source: folder of the full-precision model. encoded: whether wanted.model is an encoded folder. spec: the encoding of all
+    but further presets; encodings: that of each allocation. windows: int64 [L] each,
     None without text. settings: what a run that goes on in the same folder must share, as JSON.
     """
 
@@ -70,7 +74,7 @@ class Plan:
     source: str
     encoded: bool
     spec: EncodeSpec
-    allocations: tuple[str, ...]
+    encodings: dict[str, EncodeSpec]
     formats: tuple[str, ...]
     windows: list[Tensor] | None
     calibration: str | None
@@ -83,14 +87,12 @@ def plan(wanted: Wanted) -> Plan:
     """Check everything before any long work; ValueError, one sentence, for the first thing that is wrong."""
     encoded = checkpoint.is_encoded(wanted.model)
     spec = _spec(wanted, encoded)
+    encodings = _encodings(wanted, spec)
+    least = min(evaluate.SPENDINGS[name].least(spec.k_min) for name in encodings)
     for budget in wanted.budgets:
-        check_budget(budget, spec.k_min, spec.k_max)
-    unknown = [name for name in wanted.baselines if name not in (*evaluate.SPENDINGS, *static.FORMATS)]
-    if unknown:
-        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join((*evaluate.SPENDINGS, *static.FORMATS))}")
-    spendings = ("dpa", *(name for name in wanted.baselines if name in evaluate.SPENDINGS))
+        check_budget(budget, least, spec.k_max)
     if encoded:
-        _check_measured(wanted.model, spendings)
+        _check_encoded(wanted.model, encodings, spec)
     formats = tuple(name for name in wanted.baselines if name not in evaluate.SPENDINGS)
     static.check_formats(formats)
     check_measures(wanted)
@@ -101,19 +103,40 @@ def plan(wanted: Wanted) -> Plan:
     tokenizer = text.load_tokenizer(source)
     windows = None if wanted.text is None else _windows(wanted, source, tokenizer)
     return Plan(
-        wanted, source, encoded, spec, spendings, formats, windows, calibration, tokenizer, chosen,
+        wanted, source, encoded, spec, encodings, formats, windows, calibration, tokenizer, chosen,
         _settings(wanted, source, spec, windows, calibration),
     )  # fmt: skip
 
 
-def _check_measured(folder: str, spendings: Sequence[str]) -> None:
-    """Raise ValueError if thresholds are asked of an encoded folder for which they were not measured."""
-    _, weight_map = checkpoint.read_index(folder)
-    by_level = [name for name in spendings if evaluate.SPENDINGS[name].allocator == "threshold"]
-    if by_level and not any(name.endswith(f".{checkpoint.IMPORTANCE[0]}") for name in weight_map):
+def _encodings(wanted: Wanted, spec: EncodeSpec) -> dict[str, EncodeSpec]:
+    """How experts are encoded for each allocation that is asked for; ValueError for names that there are not."""
+    known = [name for name in (*evaluate.SPENDINGS, *static.FORMATS) if name not in evaluate.OF_PRESETS]
+    unknown = [name for name in wanted.baselines if name not in known]
+    if unknown:
+        raise ValueError(f"baseline {unknown[0]} is unknown: use some of {', '.join(known)}")
+    mine = dict.fromkeys(wanted.presets[:1] or ["dpa"], spec)
+    mine |= {name: preset_of(name).encode for name in wanted.presets[1:]}
+    return mine | dict.fromkeys([name for name in wanted.baselines if name in evaluate.SPENDINGS], spec)
+
+
+def _check_encoded(folder: str, encodings: dict[str, EncodeSpec], spec: EncodeSpec) -> None:
+    """Raise ValueError for what an encoded folder cannot show: another encoding, or thresholds that were not measured."""
+    other = next((name for name, own in encodings.items() if own != spec or preset_encoding(name) not in (None, spec)), None)
+    if other is not None:
+        raise ValueError(
+            f"{folder} is encoded already, with {spec}, and preset {other} encodes with {preset_encoding(other)}: give the "
+            "original model, or leave that preset out"
+        )
+    by_level = [name for name in encodings if evaluate.SPENDINGS[name].allocator == "threshold"]
+    if by_level and not checkpoint.is_weighed(*checkpoint.read_index(folder)):
         raise ValueError(
             f"{by_level[0]} needs the sensitivity of layers, which {folder} does not hold: measure it with `dpamoe profile`"
         )
+
+
+def preset_encoding(name: str) -> EncodeSpec | None:
+    """How a preset encodes; None for an allocation that is none."""
+    return preset_of(name).encode if name in evaluate.OF_PRESETS else None
 
 
 def check_measures(wanted: Wanted) -> None:
@@ -127,11 +150,17 @@ def check_measures(wanted: Wanted) -> None:
 
 
 def _spec(wanted: Wanted, encoded: bool) -> EncodeSpec:
+    """The encoding of the baselines, and of the first preset."""
+    if wanted.spec is not None and len(wanted.presets) > 1:
+        raise ValueError(
+            f"an encoding is given with {len(wanted.presets)} presets, of which each has its own: leave the encoding flags "
+            "out, or name one preset"
+        )
     if not encoded:
-        return wanted.spec or EncodeSpec()
+        return wanted.spec or preset_of((*wanted.presets, DEFAULT)[0]).encode
     settings, _ = checkpoint.read_index(wanted.model)
     spec = checkpoint.spec_of(settings)
-    if wanted.spec not in (None, EncodeSpec(), spec):
+    if wanted.spec not in (None, spec):
         raise ValueError(f"{wanted.model} is encoded already, with {spec}: leave the encoding flags out")
     if wanted.calibration:
         raise ValueError(
@@ -207,20 +236,27 @@ def run(plan: Plan, folder: Folder) -> dict:
 
 
 def _run(plan: Plan, folder: Folder) -> dict:
-    jobs = folder.missing(evaluate.jobs(plan.wanted.budgets, plan.allocations))
+    wanted, k_min = plan.wanted.budgets, plan.spec.k_min
+    jobs = folder.missing(evaluate.jobs(wanted, plan.encodings, k_min))
     formats = [name for name, _ in folder.missing([(name, None) for name in plan.formats])]
     if jobs or formats or folder.full_precision() is None:
         with _scorer(plan, folder) as scorer:
             other_bytes = folder.full_precision()["other_bytes"]
-            if jobs:
-                model = encoded_model(plan)
+            for spec in dict.fromkeys(plan.encodings[name] for name, _ in jobs):
+                own = [job for job in jobs if plan.encodings[job[0]] == spec]
+                model = encoded_model(plan, spec)
                 _check_reference(plan, folder, model)
-                folder.keep_residuals(model)
-                evaluate.evaluate(model, scorer, evaluate.Sizes(other_bytes), jobs, folder.keep)
+                if spec == plan.spec:
+                    folder.keep_residuals(model)
+                evaluate.evaluate(model, scorer, evaluate.Sizes(other_bytes), own, folder.keep)
                 del model
             for name in track(formats, "static"):
                 folder.keep(_static_point(plan, name, scorer, other_bytes))
-    outcome = evaluate.result(Path(plan.wanted.model).resolve().name, folder.full_precision(), folder.points())
+    points = folder.points()
+    held = [point for point in points if point["budget"] is not None]
+    budgets = sorted({*wanted, *(point["budget"] for point in held)})
+    absent = evaluate.left_out(budgets, dict.fromkeys([*plan.encodings, *(point["allocation"] for point in held)]), k_min)
+    outcome = evaluate.result(Path(plan.wanted.model).resolve().name, folder.full_precision(), points, absent)
     folder.finish(outcome)
     return outcome
 
@@ -295,11 +331,15 @@ def _static_point(plan: Plan, name: str, scorer: Scorer, other_bytes: int) -> di
     return {"allocation": name, "budget": None, **scores, **size, "histogram": None, "note": "; ".join(sorted(notes))}
 
 
-def encoded_model(plan: Plan) -> nn.Module:
-    """The transformed model, loaded or encoded now, where and how it is scored."""
+def encoded_model(plan: Plan, spec: EncodeSpec) -> nn.Module:
+    """The transformed model, loaded or encoded now, where and how it is scored; it spends as a new `SpendSpec` says."""
     if plan.encoded:
-        return evaluate.to_run(storage.load(plan.wanted.model), plan.wanted.device)
-    model = evaluate.to_run(storage.load_original(plan.wanted.model), plan.wanted.device)
-    by_level = [name for name in plan.allocations if evaluate.SPENDINGS[name].allocator == "threshold"]
-    allocator = "threshold" if by_level else None
-    return api.transform(model, plan.wanted.budgets[0], calibration=plan.calibration, spec=plan.spec, allocator=allocator)
+        model = evaluate.to_run(storage.load(plan.wanted.model), plan.wanted.device)
+    else:
+        model = evaluate.to_run(storage.load_original(plan.wanted.model), plan.wanted.device)
+        names = [name for name, own in plan.encodings.items() if own == spec]
+        weighed = any(evaluate.SPENDINGS[name].allocator == "threshold" for name in names)
+        allocator = "threshold" if weighed else None
+        api.transform(model, float(spec.k_max), calibration=plan.calibration, spec=spec, allocator=allocator)
+    api.set_spend(model, **asdict(SpendSpec(float(spec.k_max))))
+    return model

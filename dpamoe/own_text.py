@@ -3,6 +3,7 @@
 To write text, a model runs once for every token. Layers that fit stay in memory, the others are read again each time.
 """
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,9 +53,8 @@ def writing_memory(plan: Outline) -> int:
     return PROCESS + plan.bytes_of(plan.rest) + largest + cache
 
 
-def room(plan: Outline, device: str, max_memory: int | None) -> int:
-    """Bytes of layers that may stay in memory while the model writes."""
-    least = writing_memory(plan)
+def room(least: int, device: str, max_memory: int | None) -> int:
+    """Bytes of layers that may stay in memory during a run that takes `least` bytes with its largest layer alone."""
     rooms = [SHARE * psutil.virtual_memory().available + PROCESS - least]
     if max_memory is not None:
         rooms.append(max_memory - least)
@@ -70,7 +70,7 @@ def batches(plan: Outline, file: Path | None, kept: Path, device: str, max_memor
     if kept.is_file():
         ids = [torch.tensor(batch) for batch in read_json(kept, "start again with --no-resume")["batches"]]
     else:
-        ids = write(plan, device, room(plan, device, max_memory))
+        ids = write(plan, device, room(writing_memory(plan), device, max_memory))
     return [((), {"input_ids": batch}) for batch in ids]
 
 
@@ -152,24 +152,24 @@ def _held(plan: Outline, names: list[str], device: str) -> Iterator[None]:
 
 @contextmanager
 def _while_it_runs(plan: Outline, layer: str, names: list[str], device: str) -> Iterator[None]:
-    checked = False
+    module, checked = plan.model.get_submodule(layer), False
+    compute = module.forward
 
-    def load(*_) -> None:
+    @functools.wraps(compute)
+    def forward(*args, **kwargs):
         nonlocal checked
         load_part(plan.mapping, plan.model, plan.source, names, device)
-        if not checked:
-            check_finite(plan, names)
-        checked = True
+        try:
+            if not checked:
+                check_finite(plan, names)
+            checked = True
+            return compute(*args, **kwargs)
+        finally:
+            drop_part(plan.mapping, plan.model, names)
+            give_back()
 
-    def drop(*_) -> None:
-        drop_part(plan.mapping, plan.model, names)
-        give_back()
-
-    module = plan.model.get_submodule(layer)
-    hooks = module.register_forward_pre_hook(load), module.register_forward_hook(drop)
+    module.forward = forward
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        drop()
+        del module.forward

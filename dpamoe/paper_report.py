@@ -64,7 +64,8 @@ def _frontier(found: dict, plots: Sequence[str]) -> list[str]:
     lines.append(f"For the KL of Uniform-k, the whole model with DPA needs {', '.join(sizes)}.")
     return _section(
         "Quality against size", paper.FRONTIER,
-        tables.markdown(*tables.kl_table(found)), _notes(found, False), *(lines[:1] if compared else []),
+        tables.markdown(*tables.kl_table(found)), _notes(found, False), "\n\n".join(found["left_out"]),
+        *(lines[:1] if compared else []),
         *(lines[1:] if sizes else []),
         _picture(plots, "frontier_kl.png", "KL to full precision against effective size"),
         _picture(plots, "planes.png", "planes by layer"), _picture(plots, "residuals.png", "residuals of all experts"),

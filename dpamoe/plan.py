@@ -13,6 +13,7 @@ from dpamoe.overhead import storage_overhead
 from dpamoe.passes import weightless
 from dpamoe.sites import Site, read_stack
 from dpamoe.spec import EncodeSpec, SpendSpec
+from dpamoe.threshold import BINS
 
 WORKING = 512 << 20  # a device's context, its libraries, what the allocator cannot use
 HIDDEN_STATES = 8  # tensors as wide as the hidden state that a layer holds at once
@@ -40,12 +41,12 @@ class SiteCost:
 class Costs:
     """What a model costs: sites; other bytes in memory, and of these what a token reads; its cache; widest layer's working set.
 
-    working: bytes for each token of a prompt. budget: planes per expert that it spends by default.
+    working: bytes for each token of a prompt. spend: how it spends by default.
     """
 
     encoded: bool
     spec: EncodeSpec
-    budget: float
+    spend: SpendSpec
     sites: tuple[SiteCost, ...]
     others: int
     others_read: int
@@ -53,13 +54,15 @@ class Costs:
     working: int
 
 
-def costs_of(folder: str | Path, spec: EncodeSpec) -> Costs:
+def costs_of(folder: str | Path, spec: EncodeSpec, spend: SpendSpec | None = None) -> Costs:
     """Costs of an encoded folder, or of an original one as if encoded with `spec`; reads its config and headers alone.
+
+    spend: how the original is to spend; thresholds need tables of their own.
 
     Raises ValueError for a folder that is no model, is damaged, or has no routed experts.
     """
     folder = Path(folder)
-    return _encoded(folder) if checkpoint.is_encoded(folder) else _original(folder, spec)
+    return _encoded(folder) if checkpoint.is_encoded(folder) else _original(folder, spec, spend or SpendSpec())
 
 
 def _encoded(folder: Path) -> Costs:
@@ -81,10 +84,10 @@ def _encoded(folder: Path) -> Costs:
     others = round(sum(sizes.values()) - weights) + unsaved
     working = _working(model, [(site.top_k, site.inner, site.out) for site in sites])
     read = others - _unread(model)
-    return Costs(True, spec, settings["default_budget"], tuple(costs), others, read, cache_size(model), working)
+    return Costs(True, spec, checkpoint.spend_of(settings), tuple(costs), others, read, cache_size(model), working)
 
 
-def _original(folder: Path, spec: EncodeSpec) -> Costs:
+def _original(folder: Path, spec: EncodeSpec, spend: SpendSpec) -> Costs:
     model = storage.skeleton(folder)
     model.tie_weights()
     sketches = weightless.sketch_sites(model, *calibration.example_batch(model, None))
@@ -99,11 +102,13 @@ def _original(folder: Path, spec: EncodeSpec) -> Costs:
         for name in stack.names
     }
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    tables = sum(RESIDUAL * sketch.experts * (spec.k_max + 1) for sketch in found)
+    weighed = spend.allocator == "threshold"
+    numbers = spec.k_max + 1 + (BINS if weighed else 0)
+    tables = sum(RESIDUAL * (sketch.experts * numbers + weighed) for sketch in found)
     others = sum(_bytes(tensor) for name, tensor in tensors if name not in replaced) + tables
     working = _working(model, [(sketch.top_k, sketch.inner, sketch.out) for sketch in found])
     sites = tuple(_as_encoded(model.get_submodule(sketch.path), sketch, spec) for sketch in found)
-    return Costs(False, spec, SpendSpec().budget, sites, others, others - _unread(model), cache_size(model), working)
+    return Costs(False, spec, spend, sites, others, others - _unread(model), cache_size(model), working)
 
 
 def _as_encoded(module: nn.Module, sketch: weightless.Sketch, spec: EncodeSpec) -> SiteCost:
@@ -141,9 +146,10 @@ def plan(costs: Costs, memory: int, context: int, batch: int = 1, margin: int | 
     """Which k_max and budget fit into `memory` bytes with a cache for `batch` sequences of `context` tokens.
 
     margin: bytes to leave free beside weights and cache; None: 512 MiB and what a prompt of that length works with.
-    Returns memory, context, batch, other_bytes, cache_bytes, cache_exact, margin_bytes; rows for each k of weight_bytes,
-    total_bytes, fits, bits_per_weight and expert_bytes_per_token (at k planes each); k_max and budget, None if nothing fits;
-    expert_bytes_per_token and other_bytes_per_token at that budget. Raises ValueError for numbers below 1.
+    Returns memory, context, batch, other_bytes, cache_bytes, cache_exact, margin_bytes; least, the smallest budget; rows for
+    each k of weight_bytes, total_bytes, fits, bits_per_weight and expert_bytes_per_token (at k planes each); k_max and budget,
+    None if nothing fits; expert_bytes_per_token and other_bytes_per_token at that budget. Raises ValueError for numbers below
+    1.
     """
     if min(memory, context, batch) < 1 or (margin is not None and margin < 0):
         raise ValueError(f"memory {memory}, context {context} and batch {batch} must be 1 or more: give sizes of your machine")
@@ -159,11 +165,11 @@ def plan(costs: Costs, memory: int, context: int, batch: int = 1, margin: int | 
             "bits_per_weight": 8 * experts / weights, "expert_bytes_per_token": round(_read(costs, k)),
         })  # fmt: skip
     k_max = max((row["k"] for row in rows if row["fits"]), default=None)
-    budget = None if k_max is None else float(min(costs.budget, k_max))
+    budget = None if k_max is None else float(min(costs.spend.budget, k_max))
     return {
         "encoded": costs.encoded, "memory": memory, "context": context, "batch": batch, "other_bytes": costs.others,
         "cache_bytes": cache, "cache_exact": costs.cache.exact, "margin_bytes": working, "rows": rows,
-        "k_min": costs.spec.k_min, "k_max": k_max, "budget": budget,
+        "least": costs.spend.least(costs.spec.k_min), "k_max": k_max, "budget": budget,
         "expert_bytes_per_token": None if budget is None else round(_read(costs, budget)),
         "other_bytes_per_token": costs.others_read + cache // batch,
     }  # fmt: skip

@@ -16,10 +16,14 @@ from dpamoe.figure import check_folder as check_folder  # for those who draw aft
 from dpamoe.files import read_json
 
 # Okabe-Ito colours: told apart by people with any colour vision; markers and dashes differ too.
-BLUE, VERMILLION, INK = "#0072B2", "#D55E00", "#333333"
+BLUE, VERMILLION, GREEN, INK = "#0072B2", "#D55E00", "#009E73", "#333333"
 MUTED = (
-    ("#009E73", "^", (0, (4, 1.5))), ("#CC79A7", "v", (0, (1, 1))), ("#56B4E9", "d", (0, (5, 1, 1, 1))), ("#999999", "x", "-"),
+    (GREEN, "^", (0, (4, 1.5))), ("#CC79A7", "v", (0, (1, 1))), ("#56B4E9", "d", (0, (5, 1, 1, 1))), ("#999999", "x", "-"),
 )  # fmt: skip
+MAIN = {  # curves with labels of budgets: colour, marker and name, which is short enough for two columns
+    "dpa": (BLUE, "o", r"DPA (labels: $\bar{k}$)"), "paper": (BLUE, "o", r"paper, at $\bar{k}$"),
+    "quality": (GREEN, "^", r"quality, at $\bar{k}$"),
+}  # fmt: skip
 PANELS = (3.0, 4.0, 6.0)  # budgets whose planes are drawn; at both ends of the range every pair has the same number
 MIDDLE = 4  # planes whose residuals are drawn
 REACH = 21  # of the labels of budgets, 1/72 inch
@@ -55,12 +59,12 @@ def frontier(outcome: dict, file: Path) -> Path:
     """
     curves, static = _series(outcome, "kl", lambda point: point.get("kl_error"))
     ends = [point.ends() for points in (*curves.values(), static) for point in points]
-    with blank(file, 3.3, outcome["model"]) as figure:
+    with blank(file, 3.6, outcome["model"]) as figure:
         axes = figure.add_subplot()
         axes.set_ylabel("KL to full precision (nats/token)")
         if ends:
             _log_scale(axes, min(low for low, _ in ends), max(high for _, high in ends))
-        _fill(figure, axes, curves, static)
+        _fill(figure, axes, curves, static, outcome["full_precision"])
     return file
 
 
@@ -74,11 +78,11 @@ def accuracy_frontier(outcome: dict, file: Path) -> Path:
     curves = {name: [_in_percent(point) for point in points] for name, points in curves.items()}
     static = [_in_percent(point) for point in static]
     tasks = len(full.get("accuracy") or {})
-    with blank(file, 3.3, outcome["model"]) as figure:
+    with blank(file, 3.6, outcome["model"]) as figure:
         axes = figure.add_subplot()
         axes.set_ylabel(f"accuracy, mean of {tasks} tasks (%)" if tasks > 1 else "accuracy (%)")
         reference = None if full.get("macro") is None else 100 * full["macro"]
-        _fill(figure, axes, curves, static, reference)
+        _fill(figure, axes, curves, static, full, reference)
     return file
 
 
@@ -105,8 +109,11 @@ def _series(outcome: dict, field: str, error_of: Callable[[dict], float | None])
     return curves, static
 
 
-def _fill(figure, axes, curves: Series, static: list[_Point], reference: float | None = None) -> None:
-    """Draw all series against size with their labels and a legend below; scale and label the axis of sizes."""
+def _fill(figure, axes, curves: Series, static: list[_Point], full: dict, reference: float | None = None) -> None:
+    """Draw all series against size with their labels and a legend below; scale and label the axes of sizes.
+
+    full: what the outcome says of full precision.
+    """
     largest = max((point.size for points in (*curves.values(), static) for point in points), default=0)
     unit, name = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     axes.set_xlabel(f"effective size of the whole model ({name})")
@@ -115,22 +122,37 @@ def _fill(figure, axes, curves: Series, static: list[_Point], reference: float |
     axes.grid(True, which="major")
     curves = {key: [replace(point, size=point.size / unit) for point in points] for key, points in curves.items()}
     static = [replace(point, size=point.size / unit) for point in static]
-    _draw_dpa(axes, curves.get("dpa", []))
+    main = {key: curves[key] for key in MAIN if key in curves}
+    for key, points in main.items():
+        _draw_main(axes, points, *MAIN[key])
     _draw_uniform(axes, curves.get("uniform", []))
     _draw_bars(axes, static, INK)
     _draw(axes, static, INK, label="static formats", marker="D", linestyle="none", markersize=3.4, zorder=4.5)
-    others = [key for key in curves if key not in ("dpa", "uniform")]
+    others = [key for key in curves if key not in (*MAIN, "uniform")]
+    looks = [look for look in MUTED if look[0] not in [MAIN[key][0] for key in main]]
     for number, key in enumerate(others):
-        _draw_other(axes, key, curves[key], *MUTED[number % len(MUTED)])
+        _draw_other(axes, key, curves[key], *looks[number % len(looks)])
     if reference is not None:
         axes.axhline(reference, color=INK, linewidth=0.8, linestyle=(0, (6, 3)), label="full precision")
     if not largest:
         axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center", color=INK)
         axes.set(xticks=[], yticks=[])
         return
+    _bits_axis(axes, full, unit)
     figure.legend(loc="outside lower left", ncols=2)
-    budgets = [(f"{point.name:g}", (point.size, point.value), BLUE, REACH) for point in curves.get("dpa", [])]
+    budgets = [
+        (f"{point.name:g}", (point.size, point.value), MAIN[key][0], REACH) for key, points in main.items() for point in points
+    ]
     _label(figure, axes, budgets + [(point.name, (point.size, point.value), INK, math.inf) for point in static])
+
+
+def _bits_axis(axes, full: dict, unit: float) -> None:
+    """A second axis of sizes at the top, in bits per expert weight: what is no expert has the same size in all points."""
+    outside, weights = full["other_bytes"] / unit, (full["weight_bytes"] - full["other_bytes"]) / full["bits_per_weight"] / unit
+    both = (lambda size: (size - outside) / weights, lambda bits: outside + bits * weights)
+    top = axes.secondary_xaxis("top", functions=both)
+    top.set_xlabel("bits per expert weight")
+    top.spines["top"].set_visible(True)
 
 
 def _draw(axes, points: list[_Point], colour: str, zorder: float = 2, **look) -> None:
@@ -145,10 +167,10 @@ def _draw_bars(axes, points: list[_Point], colour: str) -> None:
         axes.errorbar(*zip(*known, strict=True), fmt="none", ecolor=colour, elinewidth=0.8, zorder=2)
 
 
-def _draw_dpa(axes, points: list[_Point]) -> None:
-    _draw_bars(axes, points, BLUE)
-    _draw(axes, points, BLUE, label=r"DPA (labels: $\bar{k}$)", marker="o")
-    _draw(axes, points, BLUE, zorder=4, linestyle="none", marker="o")  # only its line is below other series
+def _draw_main(axes, points: list[_Point], colour: str, marker: str, name: str) -> None:
+    _draw_bars(axes, points, colour)
+    _draw(axes, points, colour, label=name, marker=marker)
+    _draw(axes, points, colour, zorder=4, linestyle="none", marker=marker)  # only its line is below other series
 
 
 def _draw_uniform(axes, points: list[_Point]) -> None:
@@ -201,15 +223,15 @@ def _label(figure, axes, wanted: Sequence[tuple]) -> None:
         ).set_in_layout(False)  # fmt: skip
 
 
-def planes_by_layer(outcome: dict, file: Path, budgets: Iterable[float] = PANELS) -> Path:
-    """Draw how DPA spends planes in each layer, one panel for the point nearest to each of `budgets`; returns `file`.
+def planes_by_layer(outcome: dict, file: Path, budgets: Iterable[float] = PANELS, allocation: str = "dpa") -> Path:
+    """Draw how an allocation spends planes in each layer, one panel for the point nearest to each of `budgets`; returns `file`.
 
     Each layer is one bar, split by the share of its pairs (token, selected expert) computed with k planes. Raises ValueError
     if no point has a histogram, and as `check_folder` does.
     """
-    held = [point for point in outcome["points"] if point["allocation"] == "dpa" and point.get("histogram")]
+    held = [point for point in outcome["points"] if point["allocation"] == allocation and point.get("histogram")]
     if not held:
-        raise ValueError("no point of DPA holds a histogram of planes: evaluate the allocation dpa")
+        raise ValueError(f"no point of {allocation} holds a histogram of planes: evaluate that allocation")
     nearest = {point["budget"]: point for at in budgets for point in [min(held, key=lambda p: abs(p["budget"] - at))]}
     shares = {budget: _shares(nearest[budget]["histogram"]) for budget in sorted(nearest)}
     used = np.flatnonzero(sum(table.sum(0) for _, table in shares.values()))
@@ -303,8 +325,9 @@ def residual_map(residuals: dict, file: Path, planes: int = MIDDLE, model: str =
 def draw_all(folder: Path, out: Path | None = None) -> list[Path]:
     """Draw what the folder of an evaluation holds into `out`, by default the same folder; returns the files.
 
-    frontier_kl, frontier_accuracy, planes and residuals, each as PNG and SVG; those for which nothing was measured are left
-    out. Raises ValueError if results.json is missing, damaged or without anything to draw, or `out` is a file.
+    frontier_kl, frontier_accuracy, planes (of presets planes_NAME) and residuals, each as PNG and SVG; those for which nothing
+    was measured are left out. Raises ValueError if results.json is missing, damaged or without anything to draw, or `out` is a
+    file.
     """
     again = "run `dpamoe eval … --output-dir` again"
     if not (folder / RESULTS).is_file():
@@ -331,8 +354,9 @@ def _jobs(outcome: dict, residuals: dict | None) -> dict[str, partial]:
     for name, field, draw in (("frontier_kl", "kl", frontier), ("frontier_accuracy", "macro", accuracy_frontier)):
         if any(_series(outcome, field, lambda point: None)):
             jobs[name] = partial(draw, outcome)
-    if any(point["allocation"] == "dpa" and point.get("histogram") for point in outcome["points"]):
-        jobs["planes"] = partial(planes_by_layer, outcome)
+    spent = {point["allocation"] for point in outcome["points"] if point.get("histogram")}
+    for name in [name for name in MAIN if name in spent]:
+        jobs["planes" if name == "dpa" else f"planes_{name}"] = partial(planes_by_layer, outcome, allocation=name)
     if residuals is not None:
         jobs["residuals"] = partial(residual_map, residuals, model=outcome["model"])
     if not jobs:

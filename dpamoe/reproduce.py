@@ -96,7 +96,7 @@ def _experiments(plans: Plans, folder: Path) -> dict:
     settings = {name: _settings(plans, name) for name in jobs}
     found = {name: _kept(folder / f"{name}.json", settings[name]) for name in jobs}
     missing = [name for name, value in found.items() if value is None]
-    model = frontier.encoded_model(plans.frontier) if missing else None
+    model = frontier.encoded_model(plans.frontier, plans.frontier.spec) if missing else None
     for name in track(missing, "experiments"):
         found[name] = jobs[name](model)
         write_json(folder / f"{name}.json", {"settings": settings[name], "found": found[name]})

@@ -4,13 +4,16 @@ The sensitivity of a layer is the trace of the Fisher information of its experts
 error d, small and in no special direction, moves the model's distribution by KL = sensitivity |d|^2 / 2.
 """
 
+import functools
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpamoe import threshold
 from dpamoe.calibration import SEED, Batch
@@ -32,20 +35,24 @@ class Importance:
     gate_counts: Tensor
 
 
-def measure(model: nn.Module, sites: Sequence[Site], batches: Iterable[Batch]) -> dict[str, Importance]:
+def measure(
+    model: nn.Module, sites: Sequence[Site], batches: Iterable[Batch], again: Sequence[str] = ()
+) -> dict[str, Importance]:  # fmt: skip
     """Measure all sites of an original model over calibration batches (args, kwargs); by path.
 
-    One backward pass; where no gradient can be had, one more forward pass for each site with noise on its output. Raises
+    One backward pass; where no gradient can be had, one more forward pass for each site with noise on its output. again: paths
+    of layers that run once more in the backward pass, instead of keeping what they computed; the numbers are the same. Raises
     ValueError for a model without logits.
     """
     parts = list(_parts(batches))
     with evaluating(model), _frozen(model):
         try:
-            with _counting(model, sites) as counts:
-                traces = by_gradient(model, sites, parts)
+            counts = _no_counts(sites)
+            traces = by_gradient(model, sites, parts, lambda: _counting(model, sites, counts), again)
         except RuntimeError as error:  # no derivative, or no memory for it
             logger.warning("no gradient can be had (%s): sensitivities are measured with noise", " ".join(str(error).split()))
-            with _counting(model, sites) as counts, torch.no_grad():
+            counts = _no_counts(sites)
+            with _counting(model, sites, counts), torch.no_grad():
                 for args, kwargs in parts:
                     model(*args, **kwargs)
             traces = by_noise(model, sites, parts)
@@ -55,8 +62,14 @@ def measure(model: nn.Module, sites: Sequence[Site], batches: Iterable[Batch]) -
     }
 
 
-def by_gradient(model: nn.Module, sites: Sequence[Site], parts: Sequence[Batch]) -> list[float]:
-    """Sensitivities by one backward pass: mean square of the gradient of -log p(y) to a layer's output, y drawn from p."""
+def by_gradient(
+    model: nn.Module, sites: Sequence[Site], parts: Sequence[Batch],
+    counting: Callable[[], AbstractContextManager] = nullcontext, again: Sequence[str] = (),
+) -> list[float]:  # fmt: skip
+    """Sensitivities by one backward pass: mean square of the gradient of -log p(y) to a layer's output, y drawn from p.
+
+    counting: a context for the forward pass alone. again: as in `measure`.
+    """
     random, total, numbers = torch.Generator().manual_seed(SEED), [0.0] * len(sites), [0] * len(sites)
     for args, kwargs in parts:
         probes: list[Tensor] = []
@@ -65,10 +78,11 @@ def by_gradient(model: nn.Module, sites: Sequence[Site], parts: Sequence[Batch])
             probes.append(torch.zeros_like(output, requires_grad=True))
             return output + probes[-1]
 
-        with torch.enable_grad(), _hooked(model, sites, add):
-            log_p = _log_probabilities(model, args, kwargs)
-        said = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=random).to(log_p.device)
-        gradients = torch.autograd.grad(-log_p.gather(1, said).sum(), probes)
+        with torch.enable_grad(), _hooked(model, sites, add), _running_again(model, again):
+            with counting():
+                log_p = _log_probabilities(model, args, kwargs)
+            said = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=random).to(log_p.device)
+            gradients = torch.autograd.grad(-log_p.gather(1, said).sum(), tuple(probes))
         for place, gradient in enumerate(gradients):
             total[place] += float(gradient.double().square().sum())
             numbers[place] += gradient.numel()
@@ -98,7 +112,9 @@ def by_noise(model: nn.Module, sites: Sequence[Site], parts: Sequence[Batch]) ->
 
 
 def _log_probabilities(model: nn.Module, args: tuple, kwargs: dict) -> Tensor:
-    """fp32 [tokens, vocabulary]."""
+    """fp32 [tokens, vocabulary]; without a cache, to which a layer that runs again would add once more."""
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs = {**kwargs, "use_cache": False}
     output = model(*args, **kwargs)
     if getattr(output, "logits", None) is None:
         raise ValueError(
@@ -143,9 +159,35 @@ def _hooked(model: nn.Module, sites: Sequence[Site], hook) -> Iterator[None]:
 
 
 @contextmanager
-def _counting(model: nn.Module, sites: Sequence[Site]) -> Iterator[dict[str, Tensor]]:
-    """Count the gates that each site is given inside the block, int64 [E, BINS] by path."""
-    counts = {site.path: torch.zeros(site.experts, threshold.BINS, dtype=torch.long) for site in sites}
+def _running_again(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
+    """Inside the block these layers keep their inputs alone for a backward pass, in which they run once more."""
+    before = [(module, module.__dict__.get("forward")) for module in map(model.get_submodule, layers)]
+    for module, _ in before:
+        module.forward = _again(module.forward)
+    try:
+        yield
+    finally:
+        for module, own in before:
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+def _again(compute: Callable) -> Callable:
+    @functools.wraps(compute)
+    def forward(*args, **kwargs):
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return forward
+
+
+def _no_counts(sites: Sequence[Site]) -> dict[str, Tensor]:
+    return {site.path: torch.zeros(site.experts, threshold.BINS, dtype=torch.long) for site in sites}
+
+
+@contextmanager
+def _counting(model: nn.Module, sites: Sequence[Site], counts: dict[str, Tensor]) -> Iterator[None]:
+    """Add the gates that each site is given inside the block to its counts, int64 [E, BINS] by path."""
     with ExitStack() as stack:
         for site in sites:
 
@@ -155,4 +197,4 @@ def _counting(model: nn.Module, sites: Sequence[Site]) -> Iterator[dict[str, Ten
                 counts[site.path] += threshold.count_gates(gates.detach().view(index.shape), index, site.experts).cpu()
 
             stack.callback(model.get_submodule(site.place).register_forward_pre_hook(count).remove)
-        yield counts
+        yield

@@ -16,7 +16,11 @@ from dpamoe.modules import encoded_experts
 from dpamoe.passes.rewrite import source_of
 from dpamoe.sites import ExpertWeights, Site, gather, scatter
 
-LLAMA = {"q2_k": "Q2_K", "q3_k_m": "Q3_K", "q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K", "q8_0": "Q8_0"}
+PURE = "_pure"  # of a name: no mix of types, as llama.cpp's `llama-quantize --pure`
+LLAMA = {
+    "q2_k": "Q2_K", "q3_k_m": "Q3_K", "q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K", "q8_0": "Q8_0",
+    **{f"q{bits}_k{PURE}": f"Q{bits}_K" for bits in (2, 3, 4, 5)},
+}  # fmt: skip
 FORMATS = (*LLAMA, *(f"{method}{bits}" for method in ("rtn", "hqq") for bits in range(2, 9)))
 ROLES = ("up", "down")
 FALLBACK = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # rows of whole 32 weights
@@ -107,9 +111,10 @@ def _each(weight: Tensor, quantise: Callable[[Tensor], Tensor]) -> Tensor:
 def tensor_type(name: str, role: str, layer: int, layers: int) -> str:
     """Type that llama.cpp's `llama-quantize`, without an importance matrix, gives an expert tensor of one layer.
 
-    Gate and up take the type in the name. Down takes more in the mixes, as `llama_tensor_get_type` chooses for `ffn_down` of
-    any architecture but Falcon: Q3_K throughout for q2_k; Q5_K in the first sixteenth of the layers and Q4_K after it for
-    q3_k_m; Q6_K for q4_k_m and q5_k_m in the first eighth of the layers, the last eighth, and every third between. It
+    Gate and up take the type in the name, and so does down in a name that ends in `PURE`. Down takes more in the mixes, as
+    `llama_tensor_get_type` chooses for `ffn_down` of any architecture but Falcon: Q3_K throughout for q2_k; Q5_K in the first
+    sixteenth of the layers and Q4_K after it for q3_k_m; Q6_K for q4_k_m and q5_k_m in the first eighth of the layers, the
+    last eighth, and every third between. It
     counts all layers of a model; here only those with experts are counted, the same unless some layers are dense.
     """
     base = LLAMA[name]

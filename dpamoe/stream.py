@@ -194,7 +194,7 @@ def _encode_layer(work: Work, sweep: Sweep, layer: str, bar, behind: list[str]) 
     replaced = tuple(f"{site.path}." for site in sites)
     held = {name: _held(model, name) for name in mapping.below(layer) if not name.startswith(replaced)}
     work.shards.append("base", held)
-    _finish(work, layer, {"sites": [site.as_dict() for site in sites], "unreached": unreached, "refused": refused})
+    finish_unit(work, layer, {"sites": [site.as_dict() for site in sites], "unreached": unreached, "refused": refused})
 
 
 def _append_site(work: Work, site: Site, encoded: dict[str, Tensor]) -> None:
@@ -243,10 +243,10 @@ def _write_plain(work: Work, unit: str, names: list[str]) -> None:
         tensors = make_tensors(work.plan.mapping, work.plan.model, work.plan.source, [name])
         _check_finite(work.plan, name, tensors[name])
         work.shards.append("base", tensors)
-    _finish(work, unit, {"sites": [], "unreached": {}, "refused": {}})
+    finish_unit(work, unit, {"sites": [], "unreached": {}, "refused": {}})
 
 
-def _finish(work: Work, unit: str, outcome: dict) -> None:
+def finish_unit(work: Work, unit: str, outcome: dict) -> None:
     """Put what was appended on the disk, then say so in the journal."""
     work.shards.sync()
     work.journal.units[unit] = outcome

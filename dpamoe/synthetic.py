@@ -18,9 +18,11 @@ from dpamoe.modules import EncodedExperts
 from dpamoe.passes import weightless
 from dpamoe.sites import Site
 from dpamoe.spec import EncodeSpec
+from dpamoe.threshold import count_gates
 
 DTYPE = torch.bfloat16  # of everything that is not encoded
 STD = 0.02
+CALIBRATION = 4096  # tokens whose gates thresholds are found on
 LOOKED_AT = 4  # layers that are searched for experts; most models repeat one or two kinds
 
 
@@ -207,6 +209,12 @@ def encoded_layer(site: Site, spec: EncodeSpec, device: torch.device, seed: int 
     falls = 0.25 ** torch.arange(spec.k_max + 1, device=device)
     residuals = (normal(site.experts, 1) / 2).exp() * falls
     return EncodedExperts(site, spec, up, down, up_bias, down_bias, residuals).eval()
+
+
+def weigh(experts: EncodedExperts, device: torch.device, seed: int = 0) -> None:
+    """Let thresholds be found on the gates of CALIBRATION tokens of `routing`, with sensitivity 1."""
+    _, index, weights = routing(experts.site, CALIBRATION, device, seed)
+    experts.set_importance(torch.ones((), device=device), count_gates(weights, index, experts.site.experts).int())
 
 
 def plain_layer(model: nn.Module, site: Site, device: torch.device, implementation: str, seed: int = 0) -> nn.Module:

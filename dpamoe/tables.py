@@ -1,8 +1,12 @@
 """Results as text: columns for a terminal, Markdown tables, and the tables of an evaluation."""
 
+import math
 from collections.abc import Sequence
 
+from dpamoe.presets import PRESETS
+
 NONE = "–"
+MAIN = ("dpa", *PRESETS)  # what other allocations and formats are compared with
 
 
 def cell(value: float | None, form: str) -> str:
@@ -59,6 +63,32 @@ def kl_table(outcome: dict) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def curve_table(outcome: dict) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: every allocation at every budget with a size of its own, as presets have."""
+    head = ["allocation", "budget", "planes", "bits/w", "MB", "KL", "±", "top-1", "ppl"]
+    rows = [
+        [
+            name, f"{budget:g}{_star(point)}", cell(point["mean_planes"], ".3f"), f"{point['bits_per_weight']:.3f}",
+            f"{point['weight_bytes'] / 1e6:.2f}", cell(point["kl"], ".5f"), cell(point["kl_error"], ".5f"),
+            cell(point["top1"], ".1%"), cell(point["ppl"], ".3f"),
+        ]
+        for name in sorted(allocations_of(outcome), key=[*MAIN, *allocations_of(outcome)].index)
+        for budget, points in spread(outcome).items()
+        if (point := points.get(name)) is not None
+    ]  # fmt: skip
+    return head, rows
+
+
+def kl_at(outcome: dict, allocation: str, bits: float) -> float | None:
+    """KL of an allocation at a size in bits per expert weight, log KL taken as linear between two points; None outside."""
+    points = [point for point in outcome["points"] if point["allocation"] == allocation and (point["kl"] or 0) > 0]
+    known = sorted((point["bits_per_weight"], math.log(point["kl"])) for point in points)
+    for (low, first), (high, last) in zip(known, known[1:], strict=False):
+        if low <= bits <= high:
+            return math.exp(first if low == high else first + (last - first) * (bits - low) / (high - low))
+    return None
+
+
 def accuracy_table(outcome: dict) -> tuple[list[str], list[list[str]]]:
     """Head and rows: accuracy in per cent by task, and their mean, of full precision and of every point that has it."""
     full = outcome["full_precision"]
@@ -83,15 +113,20 @@ def _accuracies(name: str, point: dict, tasks: Sequence[str], budget: str = NONE
 
 
 def static_table(outcome: dict) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: size, KL, agreement and perplexity of the static formats."""
-    head = ["static format", "bits/w", "MB", "KL", "±", "top-1", "ppl"]
-    rows = [
-        [
+    """Head and rows: size, KL, agreement and perplexity of the static formats, and by how much others have less KL there.
+
+    The last columns: KL of DPA and of presets at the size of the format (see `kl_at`), over that of the format.
+    """
+    names = [name for name in MAIN if name in allocations_of(outcome)]
+    head = ["static format", "bits/w", "MB", "KL", "±", "top-1", "ppl", *(f"KL {name} / it" for name in names)]
+    rows = []
+    for point in static_points(outcome):
+        there = [kl_at(outcome, name, point["bits_per_weight"]) for name in names]
+        rows.append([
             point["allocation"], f"{point['bits_per_weight']:.3f}", f"{point['weight_bytes'] / 1e6:.2f}",
             cell(point["kl"], ".5f"), cell(point["kl_error"], ".5f"), cell(point["top1"], ".1%"), cell(point["ppl"], ".3f"),
-        ]
-        for point in static_points(outcome)
-    ]  # fmt: skip
+            *(cell(kl / point["kl"] if kl and point["kl"] else None, ".2f") for kl in there),
+        ])  # fmt: skip
     return head, rows
 
 
@@ -117,12 +152,13 @@ def evaluation(outcome: dict) -> str:
     full = outcome["full_precision"]
     parts = []
     if any(point["budget"] is not None for point in outcome["points"]) and full["ppl"] is not None:
-        parts.append(aligned(*kl_table(outcome)))
+        own_sizes = any(name in PRESETS for name in allocations_of(outcome))
+        parts.append(aligned(*(curve_table if own_sizes else kl_table)(outcome)))
     if static_points(outcome) and full["ppl"] is not None:
         parts.append(aligned(*static_table(outcome)))
     if full["accuracy"] is not None:
         parts.append(aligned(*accuracy_table(outcome)))
-    parts += notes(outcome)
+    parts += [*notes(outcome), *outcome["left_out"]]
     if full["ppl"] is not None:
         parts.append(f"full precision: perplexity {full['ppl']:.3f} over {outcome['tokens']} tokens")
     return "\n".join(parts)

@@ -70,17 +70,15 @@ def time_layers(layers: list[EncodedExperts], tokens: int, budget: float, device
     """Time both paths on planes by token and on equal planes."""
     site = layers[0].site
     inputs = [synthetic.routing(site, tokens, device, seed) for seed in range(len(layers))]
-    dpa, uniform = (
-        [_planes(layer, SpendSpec(budget, allocation), *given[1:]) for layer, given in zip(layers, inputs, strict=True)]
-        for allocation in ("dpa", "uniform")
-    )
     touched = inputs[0][1].unique().numel() / site.experts
     few = min(len(layers), measure.enough(touched * layers[0].encoded_bytes() * budget / layers[0].spec.k_max, device))
     times = []
-    for chunks in (dpa, uniform):
+    for allocation in ("dpa", "uniform"):  # a layer tells the kernels which of them it is set to
+        spend = SpendSpec(budget, allocation)
+        chunks = [_planes(layer, spend, *given[1:]) for layer, given in zip(layers, inputs, strict=True)]
         calls = [partial(layers[i].compute, *inputs[i], chunks[i]) for i in range(few)]
         by_path = {}
-        for path in paths.PATHS:
+        for path in paths.available(layer_shape(site, layers[0].spec), device):
             with paths.forced(path):
                 by_path[path] = measure.microseconds(calls, device)
         times.append(by_path)
@@ -119,9 +117,8 @@ def _described(
     rows = [
         {
             "tokens": timing.tokens,
-            "decode_us": timing.dpa["decode"],
-            "prefill_us": timing.dpa["prefill"],
-            "chosen": paths.choose(shape, timing.tokens, device),
+            **{f"{path}_us": us for path, us in timing.dpa.items()},
+            "chosen": paths.choose(shape, timing.tokens, device, "bits" in timing.dpa),
             "uniform_us": min(timing.uniform.values()),
             "dpa_over_uniform": ratio(timing),
         }
@@ -140,11 +137,12 @@ def _described(
 def table(outcome: dict) -> str:
     """Each shape's rows as text, and what follows from them."""
     lines = [measure.heading(outcome)]
-    head = ("tokens", "decode µs", "prefill µs", "chosen", "uniform µs", "dpa / uniform")
     for shape in outcome["shapes"]:
+        measured = [path for path in paths.PATHS if f"{path}_us" in shape["rows"][0]]
+        head = ("tokens", *(f"{path} µs" for path in measured), "chosen", "uniform µs", "dpa / uniform")
         rows = [
             (
-                str(row["tokens"]), f"{row['decode_us']:.1f}", f"{row['prefill_us']:.1f}", row["chosen"],
+                str(row["tokens"]), *(f"{row[f'{path}_us']:.1f}" for path in measured), row["chosen"],
                 f"{row['uniform_us']:.1f}", f"{row['dpa_over_uniform']:.3f}",
             )
             for row in shape["rows"]
@@ -153,7 +151,7 @@ def table(outcome: dict) -> str:
         lines += [
             f"{shape['path']} ({shape['shape']}), budget {outcome['budget']:g}, {shape['layers']} layers in turn, per layer:",
             tables.aligned(head, rows),
-            "decode is faster at every measured batch" if start is None else f"prefill is faster from {start} tokens on",
+            "prefill is slower at every measured batch" if start is None else f"prefill is faster from {start} tokens on",
             "Uniform-k does not pay at any measured batch"
             if uniform is None
             else f'Uniform-k pays from {uniform} tokens on; it is used only with fallback="uniform"',

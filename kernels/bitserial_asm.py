@@ -1,8 +1,10 @@
 """PTX of the bit-serial products: rows cut into bits, 1-bit products with planes, popcounts added up on the tensor cores.
 
-Everything works on four registers of a lane at once (`pack=4`), in the order of `bitserial_layout.words`: word c of group 2w for
-rows g and g + 8, then of group 2w + 1, for lane 4g + c of warp w. Those are the left operands of two m16n8k128 products.
+Everything works on four registers of a lane at once (`pack=4`), in the order of `bitserial_product.words_layout`: word c of
+group 2w for rows g and g + 8, then of group 2w + 1, in lane 4g + c of warp w: the left operands of two m16n8k128 products.
 """
+
+import struct
 
 from triton.experimental.gluon import language as gl
 
@@ -10,8 +12,6 @@ SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
 
 
 def _float(value: float) -> str:
-    import struct
-
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
@@ -125,7 +125,6 @@ SLICE = gl.constexpr(_slice())
 SLICE_LETTERS = _letters("rrrr", "ffff")
 
 
-
 def _weights(first: int) -> str:
     """Of output columns `first` to `first` + 3: 2^c of this lane's two low bit columns if it is its column, else 0, as fp16."""
     text = "{ .reg .b32 lane, own, w; .reg .pred here; mov.u32 lane, %laneid; and.b32 w, lane, 3; shr.u32 own, lane, 2;\n"
@@ -146,6 +145,10 @@ PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), _letters("ffff", "f" * 4 + "
 MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
 
 # for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
-SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = gl.constexpr(_scale(0)), gl.constexpr(_scale(2)), _letters("ffff", "f" * 8 + "r" * 10)
+SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = (
+    gl.constexpr(_scale(0)),
+    gl.constexpr(_scale(2)),
+    _letters("ffff", "f" * 8 + "r" * 10),
+)
 OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
 OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 10)

@@ -1,121 +1,174 @@
-"""The expert ops for few tokens by 1-bit products: launches of the bit-serial kernels. Other cards and shapes: `triton_experts`."""
+"""The expert block for few tokens by 1-bit products: launches of the bit-serial kernels. Other cards, shapes: `triton_experts`.
+
+Up to FEW pairs a program works for one pair (`bitserial_decode`); more pairs are put in the order of their experts first, so
+that planes are read once for all pairs of an expert (`bitserial_rows`, `bitserial_group`).
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from dpamoe.kernels.allocation import Allocation, Thresholds
 from dpamoe.kernels.bitserial_decode import down_kernel, up_kernel
 from dpamoe.kernels.bitserial_group import group_kernel
-from dpamoe.kernels.bitserial_planes import GIVEN, RANK
 from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_experts import Allocation, combine, strides_of, tensors_of
+from dpamoe.kernels.triton_experts import combine, rule_of, strides_of, tensors_of
 
-GROUP = 128  # inputs that one step of the activation's bits covers
+GROUP = 128  # weights that have one scale, and inputs whose bits have one step
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
+MOST_PAIRS = 1024  # that are put in order by comparing each with each
+MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
+FEW = 32  # pairs up to which none is expected to share an expert
+WARPS = 8
 
 
-def usable(*weights: EncodedWeight) -> bool:
-    """Whether these kernels can read these weights: free fp16 scales in groups of 128, whole groups and tiles of 16 rows."""
-    return all(
+def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
+    """Whether these kernels can read these weights: free fp16 scales in groups of 128, whole groups and tiles of 64 rows."""
+    pieces = max(pieces_of(up.in_features, WARPS), triton.cdiv(active * pieces_of(down.in_features, 1), WARPS))
+    few = pairs <= MOST_PAIRS and active <= MOST_SLOTS and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
+    return few and all(
         weight.unit is None
         and weight.offset.dtype == torch.float16
         and group_width(weight.in_features, weight.group_size) == GROUP
         and weight.in_features % GROUP == 0
-        and weight.offset.shape[1] % 16 == 0
+        and weight.offset.shape[1] % 64 == 0
+        and weight.planes[0].numel() // 4 < 1 << 31
         and all(tensor.data_ptr() % 16 == 0 and tensor.is_contiguous() for tensor in weight.tensors().values())
-        for weight in weights
+        for weight in (up, down)
     )
 
 
-def _sizes(weight: EncodedWeight) -> dict:
-    return {"OUT": weight.offset.shape[1], "IN": weight.in_features, "C": len(weight.planes), "E": weight.offset.shape[0]}
+def planes_held(pieces: int, programs: int, device: torch.device) -> int:
+    """Planes that stand in shared memory, so that so many programs fit on a multiprocessor; others are read as they stand.
+
+    pieces: of 256 inputs and 16 rows that a program has of a plane, 512 bytes each.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    room = min(properties.shared_memory_per_multiprocessor // programs, properties.shared_memory_per_block_optin)
+    return max(1, min(8, (room - 2048) // (512 * pieces)))
 
 
-def decode_ffn(
+def spare_pieces(size: int, programs: int, device: torch.device) -> int:
+    """Pieces of 4 KiB that a program of `size` bytes of shared memory must add to have a multiprocessor for itself.
+
+    The last programs of the kernel before end at different times, and the first multiprocessor that is free would take two
+    of these programs where another is free a little later. 0 where there are more programs than multiprocessors.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    if programs > properties.multi_processor_count:
+        return 0
+    return max(0, (properties.shared_memory_per_multiprocessor // 2 - size) // (512 * WARPS) + 1)
+
+
+def pieces_of(inputs: int, warps: int) -> int:
+    """Pieces of 256 inputs that a warp has, if so many share them."""
+    return triton.cdiv(triton.cdiv(inputs, 256), warps)
+
+
+def _launch(device: torch.device, warps: int, registers: int | None = None) -> dict:
+    """Options of a launch; from Hopper on a kernel begins before the one before it has ended, and waits where it must."""
+    early = torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": early, "num_warps": warps, "maxnreg": registers} | ({"launch_pdl": True} if early else {})
+
+
+def _sizes(weight: EncodedWeight, bias: Tensor | None) -> dict:
+    return {"OUT": weight.offset.shape[1], "IN": weight.in_features, "C": len(weight.planes), "BIAS": bias is not None}
+
+
+def _tensors(weight: EncodedWeight, bias: Tensor | None) -> tuple:
+    planes, scales, offset, _, own = tensors_of(weight, bias)
+    return planes, scales, offset, own
+
+
+def ffn(
     x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, up: EncodedWeight, up_bias: Tensor | None, down: EncodedWeight,
-    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, ahead: tuple = (8, 16, 80, None),
+    down_bias: Tensor | None, activation: str, source: Allocation | Thresholds | None = None,
 ) -> Tensor:  # fmt: skip
-    """The expert block for few tokens, [T, H_out]: two launches. With an allocation chunks is written on the way."""
-    tokens, active = ids.shape
-    hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
-    out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=x.device)
-    given = allocation or Allocation(gates, chunks, chunks, chunks, 0)
-    table = (given.residuals, given.budget, given.k_max)
-    row = (0, 0) if allocation is None else given.residuals.stride()
-    each = given.budget.stride(0) if allocation is not None and given.budget.dim() else 0
-    strides = (*strides_of(ids, chunks, gates), *row, each)
-    common = {
-        "RULE": GIVEN if allocation is None else RANK, "A": active, "N": triton.next_power_of_2(active), "K_MIN": given.k_min,
-        "PDL": True, "launch_pdl": True,
-    }  # fmt: skip
-    gated = is_gated(activation)
-    *held, _, bias = tensors_of(up, up_bias)
-    up_kernel[(down.in_features // 16, tokens * active)](
-        x, ids, chunks, gates, *table, *held, bias, hidden, x.stride(0), 0, *strides, **_sizes(up), **common, GATED=gated,
-        ACT=activation, BIAS=up_bias is not None, CAP=ahead[0], maxnreg=ahead[2], NW=8, num_warps=8,
-    )  # fmt: skip
-    *held, _, bias = tensors_of(down, down_bias)
-    down_kernel[(out.shape[1] // 16, tokens)](
-        hidden, ids, chunks, gates, *table, *held, bias, out, *strides, **_sizes(down), **common, BIAS=down_bias is not None,
-        NW=ahead[1], num_warps=ahead[1], maxnreg=ahead[3],
-    )  # fmt: skip
+    """The expert block, [T, H_out]; with a source of k chunks is written on the way. x has unit stride along its inputs."""
+    out = torch.empty(ids.shape[0], down.offset.shape[1], dtype=x.dtype, device=x.device)
+    block = (up, up_bias, down, down_bias, activation)
+    (_of_pairs if ids.numel() <= FEW else _of_experts)(x, ids, gates, chunks, block, source, out)
     return out
 
 
-def group_ffn(
-    x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, up: EncodedWeight, up_bias: Tensor | None, down: EncodedWeight,
-    down_bias: Tensor | None, activation: str, allocation: Allocation | None = None, cut: tuple = (8, 80, 4, 8, 4, None, 2, 0),
-) -> Tensor:  # fmt: skip
-    """The expert block for several tokens, [T, H_out]: planes are read once for all pairs of an expert."""
-    (tokens, active), experts, pairs, device = ids.shape, up.offset.shape[0], ids.numel(), x.device
-    given = allocation or Allocation(gates, chunks, chunks, chunks, 0)
-    row = (0, 0) if allocation is None else given.residuals.stride()
-    each = given.budget.stride(0) if allocation is not None and given.budget.dim() else 0
-    by_expert = pairs >= experts
-    some = max(1, 2 * triton.next_power_of_2(experts) // triton.next_power_of_2(tokens)) if by_expert else 0
-    bits = torch.empty(tokens, triton.cdiv(up.in_features, 256) * 256, dtype=torch.int32, device=device)
-    order, ks = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
-    entries = torch.empty(experts if by_expert else pairs, 4, dtype=torch.int32, device=device)
-    parts = triton.cdiv(up.in_features, 256 * 8)
-    pdl = {"PDL": True, "launch_pdl": True}
-    order_kernel[(tokens, parts + 1)](
-        x, bits, ids, chunks, gates, given.residuals, given.budget, given.k_max, order, ks, entries, pairs, x.stride(0),
-        *strides_of(ids, chunks, gates), *row, each, RULE=GIVEN if allocation is None else RANK, A=active,
-        N=triton.next_power_of_2(active), E=experts, IN=up.in_features, C=len(up.planes), K_MIN=given.k_min,
-        P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=8, num_warps=8, **pdl,
+def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tuple, source, out: Tensor) -> None:
+    """Two launches: a program for a pair, then for a token."""
+    up, up_bias, down, down_bias, activation = block
+    tokens, active = ids.shape
+    gated, slots = is_gated(activation), triton.next_power_of_2(active)
+    hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
+    tables, strides, rule = rule_of(source, chunks)
+    held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
+    up_kernel[(down.in_features // 16, tokens * active)](
+        x, ids, chunks, *tables, *_tensors(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]), *strides,
+        **rule, **_sizes(up, up_bias), A=active, N=slots, E=up.offset.shape[0], GATED=gated, ACT=activation, CAP=held,
+        NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
+    pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
+    held, programs = planes_held(pieces, 1, x.device), out.shape[1] // 16 * tokens
+    down_kernel[(out.shape[1] // 16, tokens)](
+        hidden, ids, chunks, gates, *tables[1:], *_tensors(down, down_bias), out,
+        *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
+        CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS, **_launch(x.device, WARPS),
+    )  # fmt: skip
+
+
+def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tuple, source, out: Tensor) -> None:
+    """Pairs in order and rows cut, the first product, its rows cut, the second product, slots summed: five launches."""
+    up, up_bias, down, down_bias, activation = block
+    active, experts, pairs, device = ids.shape[1], up.offset.shape[0], ids.numel(), x.device
+    bits, order = order_pairs(x, ids, chunks, up, source)
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
-    out = torch.empty(tokens, down.offset.shape[1], dtype=x.dtype, device=device)
-    up_cap, up_regs, tiles, down_cap, rt, down_regs, down_tiles, major = cut
-    least = given.k_min
-    _group(bits, order, ks, entries, up, up_bias, hidden, active, activation, up_cap, 8, 1, up_regs, tiles, least)
-    if major:
-        *held, _, bias = tensors_of(down, down_bias)
-        common = {"A": active, "N": triton.next_power_of_2(active), "K_MIN": given.k_min, "NW": down_cap, "num_warps": down_cap}
-        down_kernel[(out.shape[1] // 16, tokens)](
-            hidden, ids, chunks, gates, given.residuals, given.budget, given.k_max, *held, bias, out,
-            *strides_of(ids, chunks, gates), *row, each, RULE=GIVEN, **_sizes(down), **common, BIAS=down_bias is not None,
-            maxnreg=down_regs, **pdl,
-        )  # fmt: skip
-        return out
-    inner = torch.empty(pairs, triton.cdiv(down.in_features, 256) * 256, dtype=torch.int32, device=device)
-    cut_kernel[(pairs, triton.cdiv(down.in_features, 256 * 4))](
-        hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, num_warps=4, **pdl
+    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3, registers=80)
+    inner = torch.empty(pairs, 256 * pieces_of(down.in_features, 1), dtype=torch.int32, device=device)
+    cut_kernel[(pairs, pieces_of(down.in_features, 4))](
+        hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, **_launch(device, 4)
     )
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
-    _group(inner, order, ks, entries, down, down_bias, rows, 1, "", down_cap, 1, rt, down_regs, down_tiles, least)
+    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, registers=128)
     combine(rows, ids, chunks, gates, experts, out)
-    return out
 
 
-def _group(bits, order, ks, entries, weight, bias, out, sharing, activation, cap, nwk, rt, regs, tiles, least) -> None:
-    *held, _, own = tensors_of(weight, bias)
-    sizes = _sizes(weight)
-    del sizes["E"]
-    group_kernel[(triton.cdiv(out.shape[1], 16 * rt * tiles), entries.shape[0])](
-        bits, order, ks, entries, *held, own, out, sharing, **sizes, GATED=activation != "" and is_gated(activation),
-        ACT=activation, BIAS=bias is not None, CAP=cap, NWK=nwk, RT=rt, TILES=tiles, LEAST=least, PDL=True, num_warps=nwk * rt, launch_pdl=True,
-        maxnreg=regs,
+@dataclass(frozen=True)
+class Order:
+    """Pairs by expert, their planes, and where each expert's begin and end, as `bitserial_rows.order_kernel` leaves them."""
+
+    pairs: Tensor
+    planes: Tensor
+    entries: Tensor
+
+
+def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, source) -> tuple[Tensor, Order]:
+    """Rows of x cut into bits, int32 [T, .], and the pairs in order; with a source of k chunks is written on the way."""
+    (tokens, active), experts, pairs, device = ids.shape, up.offset.shape[0], ids.numel(), x.device
+    by_expert = pairs >= experts
+    some = max(1, 2 * triton.next_power_of_2(experts) // triton.next_power_of_2(tokens)) if by_expert else 0
+    bits = torch.empty(tokens, 256 * pieces_of(up.in_features, 1), dtype=torch.int32, device=device)
+    order, planes = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
+    entries = torch.empty(experts if by_expert else pairs, 4, dtype=torch.int32, device=device)
+    parts = pieces_of(up.in_features, WARPS)
+    tables, strides, rule = rule_of(source, chunks)
+    order_kernel[(tokens, parts + 1)](
+        x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
+        *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features, C=len(up.planes),
+        P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=WARPS, **_launch(device, WARPS),
+    )  # fmt: skip
+    return bits, Order(order, planes, entries)
+
+
+def _group(
+    bits: Tensor, by: Order, weight: EncodedWeight, bias: Tensor | None, out: Tensor, sharing: int, activation: str,
+    along: int, tiles: int, programs: int, registers: int | None,
+) -> None:  # fmt: skip
+    """out [P, rows] = act(W_k x + bias): along warps share the inputs of 16 rows, in each of so many tiles."""
+    gated = activation != "" and is_gated(activation)
+    pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
+    group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
+        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, sharing, **_sizes(weight, bias), GATED=gated,
+        ACT=activation, CAP=planes_held(pieces, programs, out.device), NWK=along, RT=tiles,
+        **_launch(out.device, along * tiles, registers),
     )  # fmt: skip

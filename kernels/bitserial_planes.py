@@ -4,8 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.triton_allocate import extra_planes, given_planes, is_held, keys_of
-
-GIVEN, THRESHOLD, RANK = 0, 1, 2
+from dpamoe.kernels.triton_threshold import planes_above
 
 
 @gluon.constexpr_function
@@ -45,65 +44,61 @@ def _by_rank(
 @gluon.jit
 def _by_threshold(
     gates, ids, thresholds, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column,
-    A: gl.constexpr, E: gl.constexpr, C: gl.constexpr,
+    A: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """As `reference.allocate_threshold`, int32 of the shape of slot."""
-    expert, held, square = _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
-    k = expert * 0
-    for c in gl.static_range(C):
-        k += 1 - (square <= gl.load(thresholds + expert * row + c * column)).to(gl.int32)  # NaN is above
-    return gl.where(held, gl.minimum(k, gl.maximum(gl.load(k_max).to(gl.int32), 0)), 0)
+    expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+    gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0)
+    return planes_above(gate, expert, thresholds, k_max, E, row, column, COLUMNS)
 
 
 @gluon.jit
 def planes_of_token(
     chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token, ids_slot,
     row, column, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
-    NW: gl.constexpr,
+    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr,
+    N: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of the N slots of a token, four bits each from the lowest on, int64; and the fewest and most of them.
+    """Planes of the N slots of a token, int32 [N], 0 for padding; N: A as a power of two, 16 at most.
 
-    RULE GIVEN: chunks int32 [T, A]; THRESHOLD: table fp32 [E, C]; RANK: table fp32 [E, C + 1], convex from K_MIN on. Padding
-    reads 0 and does not count among the fewest. N: A as a power of two, 16 at most.
+    RULE "given": chunks int32 [T, A]; "threshold": table fp32 [E, COLUMNS]; "rank": table fp32 [E, C + 1], convex from K_MIN.
     """
     slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-    if RULE == 2:
+    if RULE == "rank":
         k = _by_rank(
             gates, ids, table, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
             A, E, C, K_MIN, N, NW,
         )  # fmt: skip
-    elif RULE == 1:
+    elif RULE == "threshold":
         k = _by_threshold(
-            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, C
+            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS
         )
     else:
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         k = gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
         k = gl.where(is_held(expert, E), k, 0)
-    packed = gl.sum(k.to(gl.int64) << (4 * slot), 0)
-    return packed, gl.min(gl.where(k > 0, k, C), 0), gl.max(k, 0)
+    return k
 
 
 @gluon.jit
 def planes_of_slot(
-    chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
+    chunks, gates, ids, table, budget, k_max, token, own, chunks_token, chunks_slot, gates_token, gates_slot,
     ids_token, ids_slot, row, column, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
-    NW: gl.constexpr,
+    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr,
+    N: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of one slot, int32; arguments as in `planes_of_token`."""
-    if RULE == 2:
-        packed, _, _ = planes_of_token(
+    """Planes of one slot, an int32 scalar; arguments as in `planes_of_token`."""
+    if RULE == "rank":
+        k = planes_of_token(
             chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot,
-            ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, N, NW,
+            ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
         )  # fmt: skip
-        k = ((packed >> (4 * slot)) & 15).to(gl.int32)
-    elif RULE == 1:
+        k = gl.sum(gl.where(gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))) == own, k, 0), 0)
+    elif RULE == "threshold":
         k = _by_threshold(
-            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, C
+            gates, ids, table, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS
         )
     else:
-        k = gl.load(chunks + token * chunks_token + slot * chunks_slot)
-        k = gl.where(is_held(gl.load(ids + token * ids_token + slot * ids_slot), E), k, 0)
+        k = gl.load(chunks + token * chunks_token + own * chunks_slot)
+        k = gl.where(is_held(gl.load(ids + token * ids_token + own * ids_slot), E), k, 0)
     return k

@@ -19,7 +19,7 @@ def lane_layout(NW):
 
 @gluon.jit
 def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr):
-    """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` gives them."""
+    """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` has them."""
     layout: gl.constexpr = lane_layout(NW)
     lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
@@ -42,7 +42,10 @@ def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, PDL: gl.const
 
 
 @gluon.jit
-def _ranks(ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr, NW: gl.constexpr):
+def _ranks(
+    ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
     """Of a token's slots: how many pairs have a smaller expert, how many the same, how many of those come before; int32 [N]."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
     slot = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
@@ -59,7 +62,10 @@ def _ranks(ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.conste
 
 
 @gluon.jit
-def _experts(ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr, P: gl.constexpr, NW: gl.constexpr):
+def _experts(
+    ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr,
+    P: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
     """Write the entries of SOME experts from `first` on: where the pairs of each begin and end."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
     expert = first + gl.arange(0, SOME, gl.SliceLayout(1, layout))
@@ -71,6 +77,7 @@ def _experts(ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E
     gl.store(entries + 4 * expert, expert, mask=expert < E)
     gl.store(entries + 4 * expert + 1, less, mask=expert < E)
     gl.store(entries + 4 * expert + 2, less + same, mask=expert < E)
+    gl.store(entries + 4 * expert + 3, expert * 0, mask=expert < E)
 
 
 @gluon.jit
@@ -78,13 +85,14 @@ def order_kernel(
     x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
-    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, and where its pairs begin and end;
-    SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert; else one for each expert, of
-    which each token writes SOME.
+    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, where its pairs begin and end,
+    planes of the first (or 0). SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert;
+    else one for each expert, of which each token writes SOME.
     """
     if PDL:
         gdc_wait()
@@ -93,13 +101,12 @@ def order_kernel(
     if part < PARTS:
         cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW)
     else:
-        packed, _, _ = planes_of_token(
+        k = planes_of_token(
             chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
-            ids_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, N, NW,
+            ids_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
         )  # fmt: skip
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-        k = ((packed >> (4 * slot)) & 15).to(gl.int32)
-        if RULE != 0:
+        if RULE != "given":
             gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
         less, same, before = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
         place = less + before
@@ -111,5 +118,6 @@ def order_kernel(
             gl.store(entries + 4 * place, gl.where(first, expert, 0).to(gl.int32), mask=slot < A)
             gl.store(entries + 4 * place + 1, less, mask=slot < A)
             gl.store(entries + 4 * place + 2, gl.where(first, less + same, less), mask=slot < A)
+            gl.store(entries + 4 * place + 3, k, mask=slot < A)
         else:
             _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, A, E, SOME, P, NW)

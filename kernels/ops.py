@@ -8,6 +8,8 @@ fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the k
 
 import importlib.util
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,39 +44,49 @@ def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, argum
 
     guesses: arguments that only the former take.
     """
-    from triton.errors import TritonError
-
     from dpamoe.kernels import triton_experts
 
-    if _has_own_kernels(x.device):
-        from dpamoe.kernels import hopper_experts
+    portable = getattr(triton_experts, name)
+    if not _has_own_kernels(x.device):
+        return portable(*arguments)
+    from dpamoe.kernels import hopper_experts
 
-        if hopper_experts.usable(*weights):
-            try:
-                return getattr(hopper_experts, name)(*arguments, *guesses)
-            except (TritonError, RuntimeError) as error:
-                if not isinstance(error, TritonError) and "PassManager" not in str(error):
-                    raise
-                _broken.append(x.device)
-                warnings.warn(f"the kernels for Hopper do not compile, those for any card run instead: {error}", stacklevel=2)
-    return getattr(triton_experts, name)(*arguments)
+    if not hopper_experts.usable(*weights):
+        return portable(*arguments)
+    own = partial(getattr(hopper_experts, name), *arguments, *guesses)
+    return _or_else(own, partial(portable, *arguments), "Hopper", x.device)
 
 
-_broken: list[torch.device] = []  # devices whose own kernels this version of Triton does not compile
+def _or_else(own: Callable[[], Tensor], portable: Callable[[], Tensor], kernels: str, device: torch.device) -> Tensor:
+    """What kernels for certain cards give, or, where this version of Triton does not compile them, those for any card."""
+    from triton.errors import TritonError
+
+    if (kernels, device) not in _broken:
+        try:
+            return own()
+        except (TritonError, RuntimeError) as error:
+            if not isinstance(error, TritonError) and "PassManager" not in str(error):
+                raise
+            _broken.append((kernels, device))
+            warnings.warn(f"the kernels for {kernels} do not compile, those for any card run instead: {error}", stacklevel=2)
+    return portable()
+
+
+_broken: list[tuple[str, torch.device]] = []  # kernels that this version of Triton does not compile, and for which device
 
 
 def _has_own_kernels(device: torch.device) -> bool:
     """Whether it is a Hopper card, and Triton has the dialect, which is young, that the kernels for it are written in."""
-    if device in _broken or torch.cuda.get_device_capability(device) != (9, 0):
+    if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool) -> str:
-    """Which of the Triton paths: "decode" or "prefill"; the choice never changes k."""
+def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool, bits: bool = False) -> str:
+    """Which of `paths.PATHS`; the choice never changes k. bits: whether there are 1-bit products for this call."""
     mode = "shared" if weight.unit is None else "tied"
     shape = paths.Shape(weight.offset.shape[0], expert_ids.shape[1], weight.in_features, inner, weight.group_size, gated, mode)
-    return paths.choose(shape, expert_ids.shape[0], x.device)
+    return paths.choose(shape, expert_ids.shape[0], x.device, bits)
 
 
 def _check_pairs(expert_ids: Tensor, **others: Tensor) -> None:
@@ -261,22 +273,36 @@ def _ffn_in_triton(
 ) -> Tensor | None:
     """An expert block (up, its bias, down, its bias, activation) by the Triton kernels, or None where they do not compute it.
 
-    source: of planes to be allocated on the way, which only the decode path can do, and which writes chunks; without it
-    chunks is read.
+    source: of planes to be allocated on the way, which prefill cannot do, and which writes chunks; without it chunks is read.
     """
     up, _, down, _, activation = block
     if not _in_triton(x, expert_ids, up, down):
         return None
     from dpamoe.kernels import triton_experts
 
-    few = _path(x, expert_ids, up, down.in_features, is_gated(activation)) == "decode"
-    if source is not None and not few:
+    bits = _has_bits(x, expert_ids, up, down)
+    path = _path(x, expert_ids, up, down.in_features, is_gated(activation), bits)
+    if source is not None and path == "prefill":
         return None
     arguments = (_with_unit_stride(x), expert_ids, gates, chunks, *block)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        if few:
-            return triton_experts.decode_ffn(*arguments, source)
-        return _many_tokens(x, (up, down), "prefill_ffn", arguments, one_k)
+        if path == "prefill":
+            return _many_tokens(x, (up, down), "prefill_ffn", arguments, one_k)
+        decode = partial(triton_experts.decode_ffn, *arguments, source)
+        if path == "decode":
+            return decode()
+        from dpamoe.kernels import bitserial_experts
+
+        return _or_else(partial(bitserial_experts.ffn, *arguments, source), decode, "1-bit products", x.device)
+
+
+def _has_bits(x: Tensor, expert_ids: Tensor, up: EncodedWeight, down: EncodedWeight) -> bool:
+    """Whether the 1-bit products compute this expert block."""
+    if not paths.has_bits(x.device):
+        return False
+    from dpamoe.kernels import bitserial_experts
+
+    return bitserial_experts.usable(expert_ids.numel(), expert_ids.shape[1], up, down)
 
 
 def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):

@@ -1,7 +1,8 @@
-"""Which kernels compute a call, "decode" or "prefill": by measured cost where `dpamoe tune` ran, else by an estimate.
+"""Which kernels compute a call, "decode", "bits" or "prefill": by measured cost where `dpamoe tune` ran, else by an estimate.
 
-decode reads the planes of an expert once for every (token, expert) pair, prefill once for every expert that is touched. The
-choice never changes how many planes are read, only which kernel reads them. Costs are kept per device in one JSON file,
+decode reads the planes of an expert once for every (token, expert) pair, prefill once for every expert that is touched; bits
+does without unpacking, by 1-bit products, on the cards and weights that have them. The choice never changes how many planes
+are read, only which kernel reads them. Costs are kept per device in one JSON file,
 $XDG_CACHE_HOME/dpamoe/DEVICE.json (~/.cache without the variable), read once per process and device.
 """
 
@@ -20,12 +21,17 @@ from pathlib import Path
 
 import torch
 
-PATHS = ("decode", "prefill")
+PATHS = ("decode", "bits", "prefill")
 FORMAT, VERSION = "dpamoe-costs", 1
 
 # Pairs per distinct expert up to which decode is taken where nothing was measured: a tile of prefill costs about as much as
 # two rows of decode. At 128 experts, 8 active and even routing this is 26 tokens, 208 pairs.
 SHARED_PAIRS = 2.0
+# The same where the 1-bit products can be taken: at 64 tokens of that shape, where 4.1 pairs share an expert, they are as fast
+# as prefill on an H200, and faster with different k per token.
+SHARED_PAIRS_OF_BITS = 4.2
+BIT_CARDS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))  # with 1-bit products in hardware; others only imitate them
+BIT_GROUP = 128
 
 _forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -71,8 +77,20 @@ class Costs:
     @property
     def prefill_from(self) -> int | None:
         """Smallest measured number of tokens from which prefill is faster at all larger ones; None for never."""
-        both = {tokens: times for tokens, times in self.microseconds.items() if times.keys() >= set(PATHS)}
-        return holds_from({tokens: times["prefill"] < times["decode"] for tokens, times in both.items()})
+        both = {tokens: times for tokens, times in self.microseconds.items() if times.keys() >= {"decode", "prefill"}}
+        few = {tokens: min(us for path, us in times.items() if path != "prefill") for tokens, times in both.items()}
+        return holds_from({tokens: times["prefill"] < few[tokens] for tokens, times in both.items()})
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether the 1-bit products were measured too."""
+        return any("bits" in times for times in self.microseconds.values())
+
+    def few(self, tokens: int) -> str:
+        """The faster of "decode" and "bits" at the nearest smaller number of tokens where both were measured, or the least."""
+        both = sorted(count for count, times in self.microseconds.items() if times.keys() >= {"decode", "bits"})
+        times = self.microseconds[max([count for count in both if count <= tokens], default=both[0])]
+        return "bits" if times["bits"] <= times["decode"] else "decode"
 
     def as_dict(self) -> dict:
         """Plain dictionary, for JSON."""
@@ -85,7 +103,7 @@ class Costs:
         times = {int(tokens): {path: float(us) for path, us in by.items()} for tokens, by in costs.microseconds.items()}
         start = costs.uniform_from
         if any(by.keys() - set(PATHS) or not all(us > 0 for us in by.values()) for by in times.values()):
-            raise ValueError("microseconds must be above 0, by decode and prefill")
+            raise ValueError(f"microseconds must be above 0, by {', '.join(PATHS)}")
         if start is not None and (type(start) is not int or start < 1):
             raise ValueError("uniform_from must be a whole number above 0, or null")
         return Costs(times, start, float(costs.budget), str(costs.date), str(costs.torch), str(costs.triton))
@@ -113,7 +131,7 @@ def holds_from(outcomes: Mapping[int, bool]) -> int | None:
 def forced(path: str) -> Iterator[None]:
     """Compute every call inside the block by one path, for benchmarks and tests. Raises ValueError for an unknown path."""
     if path not in PATHS:
-        raise ValueError(f"path is {path!r}: use {' or '.join(PATHS)}")
+        raise ValueError(f"path is {path!r}: use {', '.join(PATHS[:-1])} or {PATHS[-1]}")
     token = _forced.set(path)
     try:
         yield
@@ -121,20 +139,42 @@ def forced(path: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(shape: Shape, tokens: int, device: torch.device) -> str:
-    """ "decode" or "prefill" for a call of `tokens` tokens; never reads the device, and a file at the first call only."""
+@cache
+def has_bits(device: torch.device) -> bool:
+    """Whether the device multiplies single bits, and Triton has the dialect, which is young, of the kernels for it."""
+    if not has_triton(device) or torch.cuda.get_device_capability(device) not in BIT_CARDS:
+        return False
+    return importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+def available(shape: Shape, device: torch.device) -> tuple[str, ...]:
+    """The paths that can compute layers of a shape on a device."""
+    bits = has_bits(device) and shape.group_size == BIT_GROUP and shape.scale_mode == "shared"
+    return tuple(path for path in PATHS if bits or path != "bits")
+
+
+def choose(shape: Shape, tokens: int, device: torch.device, bits: bool = False) -> str:
+    """One of PATHS for a call of `tokens` tokens; never reads the device, and a file at the first call only.
+
+    bits: whether the 1-bit products can compute it.
+    """
     path = _forced.get()
     if path is not None:
-        return path
-    return "decode" if tokens < _prefill_from(shape, device) else "prefill"
+        return "decode" if path == "bits" and not bits else path
+    if tokens >= _prefill_from(shape, device, bits):
+        return "prefill"
+    costs = measured(shape, device)
+    if not bits:
+        return "decode"
+    return "bits" if costs is None or not costs.has_bits else costs.few(tokens)
 
 
 @cache
-def _prefill_from(shape: Shape, device: torch.device) -> int:
+def _prefill_from(shape: Shape, device: torch.device, bits: bool) -> int:
     """First number of tokens that prefill computes. The estimate fills in below and above what was measured."""
-    estimate = estimated_prefill_from(shape)
+    estimate = estimated_prefill_from(shape, bits)
     costs = measured(shape, device)
-    if costs is None or not costs.microseconds:
+    if costs is None or not costs.microseconds or (bits and not costs.has_bits):
         return estimate
     start = costs.prefill_from
     if start is None:
@@ -142,7 +182,7 @@ def _prefill_from(shape: Shape, device: torch.device) -> int:
     return min(estimate, start) if start == min(costs.microseconds) else start
 
 
-def estimated_prefill_from(shape: Shape) -> int:
+def estimated_prefill_from(shape: Shape, bits: bool = False) -> int:
     """Smallest number of tokens that share each touched expert by more than SHARED_PAIRS pairs, at even routing.
 
     T tokens touch E (1 - (1 - A / E)^T) of E experts.
@@ -150,9 +190,9 @@ def estimated_prefill_from(shape: Shape) -> int:
     active = min(shape.active, shape.experts)
     if active == 0:
         return 1
-    missed = 1 - active / shape.experts
+    missed, shared = 1 - active / shape.experts, SHARED_PAIRS_OF_BITS if bits else SHARED_PAIRS
     tokens = 1
-    while tokens * active <= SHARED_PAIRS * shape.experts * (1 - missed**tokens):
+    while tokens * active <= shared * shape.experts * (1 - missed**tokens):
         tokens += 1
     return tokens
 

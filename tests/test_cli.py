@@ -23,7 +23,7 @@ from dpamoe.shards import Shards
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = Path(sys.executable).with_name("dpamoe")
-OUTCOME = ["model", "sites", "experts", "tokens", "full_precision", "points"]
+OUTCOME = ["model", "sites", "experts", "tokens", "full_precision", "points", "left_out"]
 
 
 def by_name(outcome, field="kl"):
@@ -341,6 +341,16 @@ def test_demo_for_people(run, tmp_path, monkeypatch):
     written = [line.strip() for line in lines[-4:]]
     assert [line[: len(name)] for line, name in zip(written, names, strict=True)] == names
     assert all(len(line) > 30 for line in written) and "routed experts encoded: 64 of 64" in err
+
+
+def test_demo_with_a_preset(run, tmp_path, monkeypatch):
+    from dpamoe.cli import demo
+
+    monkeypatch.setattr(demo, "BUDGETS", (2.0,))
+    code, out, err = run("demo", "--max-tokens", 500, "--preset", "quality", "--picture", tmp_path / "picture.png", "--json")
+    assert code == 0, err
+    kl = by_name(json.loads(out))
+    assert list(kl) == [("dpa", 2), ("uniform", 2), ("threshold-skip", 2)] and kl["threshold-skip", 2] < 0.6 * kl["dpa", 2]
 
 
 BAD_INPUT = {

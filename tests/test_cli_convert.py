@@ -147,7 +147,7 @@ def test_sizes(written, expected):
 
 def test_jobs_have_the_defaults_of_the_command():
     job = conversion.Job("a", "b")
-    assert (job.budget, job.spec, job.resume, job.device) == (4.0, dpamoe.EncodeSpec(), True, "cpu")
+    assert (job.spend.budget, job.spec, job.resume, job.device) == (4.0, dpamoe.EncodeSpec(), True, "cpu")
 
 
 def test_what_stays_as_it_is_is_said_and_counted(run, tiny_dir, text, tmp_path):

@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from dpamoe import checkpoint
 from dpamoe.checkpoint import JOURNAL
 from dpamoe.cli import jobs
 from dpamoe.team import Team
@@ -26,10 +27,11 @@ LAYERS = [f"model.layers.{number}" for number in range(4)]
 
 @pytest.fixture(scope="module")
 def arguments(source, tiny_dir, tmp_path_factory):
-    """Function from an output folder to the arguments of its conversion."""
+    """Function from an output folder to the arguments of its conversion, at whose end one process weighs layers."""
     text = tmp_path_factory.mktemp("text") / "calibration.txt"
     text.write_text((tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")
-    return lambda out: ["convert", str(source), "--output-dir", str(out), "--calibration", str(text), "--group-size", "64"]
+    flags = ["--calibration", str(text), "--group-size", "64", "--allocator", "threshold"]
+    return lambda out: ["convert", str(source), "--output-dir", str(out), *flags]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def test_launched_by_accelerate_each_encodes_every_second_layer(arguments, one, 
     assert sorted(encoded) == [("1", LAYERS[0]), ("1", LAYERS[2]), ("2", LAYERS[1]), ("2", LAYERS[3])]
     assert json.loads(done.stdout)["experts"] == 64  # one of them speaks
     assert contents(out) == one
+    assert checkpoint.is_weighed(*checkpoint.read_index(out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.log"]
     lines = (tmp_path / "model.log").read_text().splitlines()
     for number, layer in encoded:

@@ -35,6 +35,15 @@ def test_an_original_folder(tiny_dir):
     assert parts.endswith("once encoded (group size 64, shared scales)")
 
 
+def test_an_original_folder_with_a_preset(tiny_dir, tiny_saved):
+    asked = (tiny_dir, "--memory", "1GiB", "--context", 64, "--preset", "quality")
+    first, parts = show(planned(*asked)).splitlines()[:2]
+    assert "with budgets from 0 to 8" in first and parts.endswith("once encoded (group size 32, tied scales)")
+    assert show(planned(*asked, "--group-size", 64)).splitlines()[1].endswith("once encoded (group size 64, tied scales)")
+    with pytest.raises(ValueError, match="is encoded already: leave --preset and the encoding flags out"):
+        planned(tiny_saved, *asked[1:])
+
+
 def test_nothing_fits(tiny_saved):
     outcome = planned(tiny_saved, "--memory", "1MiB", "--context", 64)
     first = show(outcome).splitlines()[0]

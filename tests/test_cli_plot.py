@@ -7,6 +7,7 @@ import pytest
 from dpamoe.cli import main as program
 from dpamoe.cli import plot
 
+SIZES = {"weight_bytes": 6_000_000, "other_bytes": 1_000_000, "bits_per_weight": 16.0}
 POINTS = [
     {"allocation": name, "budget": budget, "weight_bytes": size, "kl": kl}
     for name, budget, size, kl in (("dpa", 2.0, 2_000_000, 0.2), ("dpa", 4.0, 3_000_000, 0.01), ("rtn4", None, 3_100_000, 0.03))
@@ -35,7 +36,7 @@ def folder(tmp_path):
     """An evaluation's folder with one kind of score."""
     made = tmp_path / "results"
     made.mkdir()
-    outcome = {"model": "toy", "full_precision": {"macro": None}, "points": POINTS}
+    outcome = {"model": "toy", "full_precision": {"macro": None, **SIZES}, "points": POINTS}
     (made / "results.json").write_text(json.dumps(outcome))
     return made
 

@@ -1,5 +1,5 @@
 """The peak of memory of a conversion: a few layers' worth, however many there are, however experts are stored, and also while
-the model writes its own text."""
+the model writes its own text, and while what its layers matter is measured."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ from . import sources
 LAYERS = 5
 PROGRAM = r"""
 import re, sys, torch
-from dpamoe import EncodeSpec, calibration, convert, own_text
+from dpamoe import EncodeSpec, SpendSpec, calibration, convert, own_text
 ids = torch.randint(3, 512, (2048,), generator=torch.Generator().manual_seed(0))
-if sys.argv[3] == "given":
+if sys.argv[3] != "own":
     convert.calibration_batches = lambda job, plan, partial: calibration.id_batches(plan.model, ids)
-else:
-    calibration.WRITTEN_TOKENS, own_text.SHARE = 3, 0.0  # each of them reads all layers again
-job = convert.Job(sys.argv[1], sys.argv[2], EncodeSpec(iterations=0, k_max=2), budget=2.0)
+calibration.WRITTEN_TOKENS, own_text.SHARE = 3, 0.0  # each of them, or of the passes that weigh, reads all layers again
+allocator = "threshold" if sys.argv[3] == "weighed" else "exact"
+job = convert.Job(sys.argv[1], sys.argv[2], EncodeSpec(iterations=0, k_max=2), SpendSpec(2.0, allocator=allocator))
 foreseen = convert.preview(job)
 written = convert.convert(job)["bytes"]
 status = open("/proc/self/status").read()  # getrusage counts what the parent held at the fork
@@ -53,7 +53,8 @@ def test_peak_of_memory(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads what Linux says of a process")
-def test_peak_of_memory_while_the_model_writes(tmp_path):
+@pytest.mark.parametrize("text", ["own", "weighed"])
+def test_peak_of_memory_while_the_whole_model_runs(tmp_path, text):
     source = sources.large(tmp_path / "source", LAYERS, False)
-    peak, foreseen, _, _ = measured(source, tmp_path / "out", "own")
+    peak, foreseen, _, _ = measured(source, tmp_path / "out", text)
     assert peak < min(foreseen, 1.6 * 2**30)

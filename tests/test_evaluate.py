@@ -87,7 +87,7 @@ def test_points_have_the_documented_fields(random_model, random_ids):
     assert jobs == [("dpa", 2.0), ("uniform", 2.0), ("dpa", 2.5), ("uniform", 2.5), ("dpa", 2.25), ("uniform", 2.25)]
     assert kept == points
     outcome = evaluate.result("toy", full, points)
-    assert list(outcome) == ["model", "sites", "experts", "tokens", "full_precision", "points"]
+    assert list(outcome) == ["model", "sites", "experts", "tokens", "full_precision", "points", "left_out"]
     assert [outcome[name] for name in ("model", "sites", "experts", "tokens")] == ["toy", 2, 16, 3 * 39]
     assert json.loads(json.dumps(outcome)) == outcome
     assert outcome["full_precision"]["macro"] == 0.5 and outcome["full_precision"]["kl"] is None

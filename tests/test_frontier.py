@@ -78,6 +78,47 @@ def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path):
     assert exact["mean_planes"] == 3 and 0 < abs(threshold["mean_planes"] - 3) < 0.1
 
 
+def test_presets_are_curves_with_an_encoding_each(wanted, tmp_path):
+    """As measured one by one; what was measured before is kept."""
+    asked = dataclasses.replace(wanted, presets=("paper", "quality"), budgets=(2.0,))
+    outcome = run(asked, tmp_path / "both")
+    points = {point["allocation"]: point for point in outcome["points"]}
+    assert set(points) == {"paper", "quality", "uniform"}
+    assert points["paper"]["kl"] == points["uniform"]["kl"] > 2 * points["quality"]["kl"]  # at two planes: nothing to choose
+    assert points["paper"]["bits_per_weight"] == 2.375 and 2 < points["quality"]["bits_per_weight"] < 2.5
+    spec = dpamoe.EncodeSpec(group_size=32, scale_mode="tied")
+    alone = run(dataclasses.replace(wanted, spec=spec, budgets=(2.0,), baselines=("threshold-skip",)), tmp_path / "one")
+    same = next(point for point in alone["points"] if point["allocation"] == "threshold-skip")
+    assert same | {"allocation": "quality"} == points["quality"]
+    assert run(dataclasses.replace(wanted, presets=("paper",), budgets=(2.0,)), tmp_path / "both") == outcome
+    with pytest.raises(ValueError, match="holds results of another encoding"):
+        run(dataclasses.replace(wanted, presets=("quality",), budgets=(2.0,)), tmp_path / "both")
+
+
+def test_an_encoded_folder_has_the_preset_that_it_was_encoded_with(wanted, tiny_saved, source, tmp_path):
+    mine = dataclasses.replace(wanted, model=str(tiny_saved), reference=str(source), budgets=(3.0,), baselines=())
+    (point,) = run(dataclasses.replace(mine, presets=("paper",)), tmp_path / "out")["points"]
+    assert point["allocation"] == "paper"
+    for presets in (("quality",), ("paper", "quality")):
+        with pytest.raises(ValueError, match="is encoded already, with .*, and preset quality encodes with .*group_size=32"):
+            frontier.plan(dataclasses.replace(mine, presets=presets))
+
+
+def test_budgets_below_the_fewest_planes_are_for_those_that_skip(wanted, tmp_path):
+    asked = dataclasses.replace(wanted, budgets=(0.0, 1.5, 2.0), baselines=("skip", "uniform"))
+    outcome = run(asked, tmp_path / "out")
+    found = [(point["allocation"], point["budget"]) for point in outcome["points"]]
+    assert found == [("skip", 0), ("skip", 1.5), ("dpa", 2), ("skip", 2), ("uniform", 2)]
+    kl = [point["kl"] for point in outcome["points"] if point["allocation"] == "skip"]
+    assert kl[0] > 2 * kl[1] > 2 * kl[2] and outcome["points"][0]["bits_per_weight"] == 0
+    why = "is left out at budget 0, 1.5, since it skips no expert and gives each at least 2 planes"
+    assert outcome["left_out"] == [f"dpa {why}", f"uniform {why}"]
+    again = run(dataclasses.replace(wanted, budgets=(2.0,), baselines=()), tmp_path / "out")
+    assert again == outcome  # about all that the folder holds
+    with pytest.raises(ValueError, match="budget is 0.0 planes per expert, this model can spend 2 to 8"):
+        frontier.plan(dataclasses.replace(asked, baselines=("uniform",)))
+
+
 def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
     """What `run_tasks` gives stands in every point, beside KL or alone; the model is at the point's budget then."""
     seen = []
@@ -153,6 +194,9 @@ def test_planes_are_counted_on_the_text_alone(wanted, tmp_path, monkeypatch):
         ({"budgets": (1.0,)}, "budget is 1.0 .* 2 to 8"),
         ({"budgets": (9.0,)}, "budget is 9.0"),
         ({"baselines": ("uniform", "q9_k")}, "q9_k"),
+        ({"baselines": ("quality",)}, "baseline quality is unknown"),
+        ({"presets": ("best",)}, "preset is 'best': use paper or quality"),
+        ({"presets": ("paper", "quality"), "spec": dpamoe.EncodeSpec(group_size=64)}, "leave the encoding flags out"),
         ({"text": None}, "nothing to measure"),
         ({"max_tokens": 62}, "62 tokens, fewer than one window of 64"),
         ({"seqlen": 1}, "windows of 1 tokens"),

@@ -22,6 +22,7 @@ CORE = {
     "journal",
     "modules",
     "threshold",
+    "presets",
 }  # weights in, artifact out; extend with care
 KERNELS, CORE_LAYER, PASSES, TOP = 1, 2, 3, 4
 LAYER_NAMES = {KERNELS: "kernels", CORE_LAYER: "core", PASSES: "passes", TOP: "api and cli"}

@@ -85,7 +85,7 @@ def test_no_more_layers_are_in_memory_than_may_be(source, stay, caplog):
 @pytest.mark.parametrize("share", [0.0, own_text.SHARE])
 def test_converted_with_own_text_the_tables_are_those_of_memory(source, tmp_path, monkeypatch, share):
     monkeypatch.setattr(own_text, "SHARE", share)
-    convert.convert(convert.Job(source, tmp_path / "streamed", SPEC, 2.0))
+    convert.convert(convert.Job(source, tmp_path / "streamed", SPEC, dpamoe.SpendSpec(2.0)))
     model = dpamoe.transform(storage.load_original(source), 2.0, spec=SPEC)
     dpamoe.save(model, tmp_path / "memory")
     for name in (checkpoint.RESIDUALS, "config.json"):
@@ -97,7 +97,7 @@ def test_a_conversion_that_was_stopped_goes_on_with_its_text(source, tmp_path, m
     def stop(*_):
         raise KeyboardInterrupt
 
-    job = convert.Job(source, tmp_path / "out", SPEC, 2.0)
+    job = convert.Job(source, tmp_path / "out", SPEC, dpamoe.SpendSpec(2.0))
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         stopped.setattr(convert, "stream", stop)
         convert.convert(job)
@@ -112,20 +112,21 @@ def test_room_is_what_memory_leaves(source):
     least = own_text.writing_memory(plan)
     cache = 4 * 13 * 3 * 2 * 4 * 16 * 4  # sequences, tokens, layers, keys and values, heads, their width, fp32
     assert least == own_text.PROCESS + plan.bytes_of(plan.rest) + layer_bytes(plan) + cache
-    assert own_text.room(plan, "cpu", least + 1000) == 1000
-    assert own_text.room(plan, "cpu", least - 1000) == 0
-    assert own_text.room(plan, "cpu", None) > 0
+    assert own_text.room(least, "cpu", least + 1000) == 1000
+    assert own_text.room(least, "cpu", least - 1000) == 0
+    assert own_text.room(least, "cpu", None) > 0
 
 
 def test_a_limit_counts_the_writing_too(source, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "WRITTEN_SEQUENCES", 1 << 20)
-    job = convert.Job(source, tmp_path / "out", SPEC, 2.0, max_memory=16 << 30)
+    job = convert.Job(source, tmp_path / "out", SPEC, dpamoe.SpendSpec(2.0), max_memory=16 << 30)
     with pytest.raises(ValueError, match="--max-memory allows 16.0 GiB"):
         convert.preview(job)
     text = tmp_path / "text.txt"
     text.write_text("a text")
     monkeypatch.setattr(own_text.text, "load_tokenizer", lambda folder: None)
-    assert convert.preview(convert.Job(source, tmp_path / "out", SPEC, 2.0, text, max_memory=16 << 30))["sites"] == 3
+    given = convert.Job(source, tmp_path / "out", SPEC, dpamoe.SpendSpec(2.0), text, max_memory=16 << 30)
+    assert convert.preview(given)["sites"] == 3
 
 
 def test_a_dry_run_says_what_is_read_for_the_text(source, tmp_path, run, monkeypatch):

@@ -24,6 +24,7 @@ def outcome():
             point("dpa", 4.0, 0.01, 4_000_000), point("uniform", 4.0, 0.04, 4_000_000),
             point("gate-only", 4.0, 0.02, 4_000_000),
         ],
+        "left_out": ["uniform is left out at budget 1"],
     }  # fmt: skip
     cross = {"k": 2, "share": 0.3, "share_max": 0.4, "spearman": 0.999, "spearman_min": 0.9, "pearson": 0.98}
     cross |= {"pearson_min": None, "tokens": 2048}
@@ -87,6 +88,10 @@ def test_size_at_equal_fidelity(outcome):
     assert (budget, uniform) == (4.0, 4_000_000) and dpa == pytest.approx(3_000_000)
     text = paper_report.markdown("toy", outcome, FACTS, [])
     assert "For the KL of Uniform-k, the whole model with DPA needs 25.0% less than k = 4 (1.00 MB)." in text
+
+
+def test_budgets_that_are_left_out_are_said(outcome):
+    assert "\n\nuniform is left out at budget 1\n\n" in paper_report.markdown("toy", outcome, FACTS, [])
 
 
 def test_where_dpa_is_worse_it_says_so(outcome):

@@ -16,7 +16,7 @@ SHAPE = Shape(128, 8, 2048, 768, 128, True, "shared")
 
 def times(**by_tokens):
     """t1=(decode, prefill), … as a table of µs."""
-    return {int(name[1:]): dict(zip(paths.PATHS, pair, strict=True)) for name, pair in by_tokens.items()}
+    return {int(name[1:]): dict(zip(("decode", "prefill"), pair, strict=True)) for name, pair in by_tokens.items()}
 
 
 def first_prefill(shape):
@@ -85,7 +85,7 @@ def test_forcing_ends_with_the_block(store_costs):
     with pytest.raises(RuntimeError), paths.forced("prefill"):
         raise RuntimeError
     assert paths.choose(SHAPE, 1, CPU) == "decode"
-    with pytest.raises(ValueError, match="path is 'fast': use decode or prefill"), paths.forced("fast"):
+    with pytest.raises(ValueError, match="path is 'fast': use decode, bits or prefill"), paths.forced("fast"):
         pass
 
 

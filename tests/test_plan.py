@@ -8,6 +8,7 @@ import torch
 
 import dpamoe
 from dpamoe.plan import WORKING, costs_of, plan
+from dpamoe.presets import PRESETS
 
 GIB = 1 << 30
 SLOW = ("qwen2_moe", "olmoe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe")  # like the others, as far as sizes go
@@ -38,6 +39,21 @@ def test_an_original_costs_what_it_costs_once_encoded(tiny_dir, tiny_saved):
     assert before.sites == after.sites and before.cache == after.cache and before.working == after.working
     assert before.others == pytest.approx(after.others, rel=0.001)
     assert plan(before, GIB, 64)["rows"][0]["bits_per_weight"] == plan(after, GIB, 64)["rows"][0]["bits_per_weight"] == 2.375
+
+
+def test_an_original_with_thresholds_costs_what_it_costs_once_encoded(random_model, random_ids, tmp_path):
+    """Tied scales and what layers matter are counted: 192 counts of gates for each of 8 experts in 2 layers."""
+    preset = PRESETS["quality"]
+    model = random_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "original")
+    plain = costs_of(tmp_path / "original", preset.encode)
+    out = dpamoe.save(dpamoe.transform(model, calibration=random_ids(4, 50), preset="quality"), tmp_path / "encoded")
+    before, after = costs_of(tmp_path / "original", preset.encode, preset.spend), costs_of(out, None)
+    assert before.others - plain.others == 2 * 4 * (8 * 192 + 1)
+    assert before.sites == after.sites and (before.spec, before.spend) == (after.spec, after.spend)
+    real = in_memory(dpamoe.load(out, 2, k_max=8)) - 2 * 4 * 8 * 9 * 3  # less thresholds and two tables that follow from others
+    assert weight_bytes(before)[8] == pytest.approx(real, rel=0.01) and weight_bytes(after)[8] == pytest.approx(real, rel=0.01)
+    assert plan(before, GIB, 1)["least"] == 0 and plan(plain, GIB, 1)["least"] == 2
 
 
 @pytest.mark.parametrize("family, tied", CASES)

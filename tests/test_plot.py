@@ -19,7 +19,8 @@ def point(allocation, budget, megabytes, kl, **more):
 
 
 def outcome(points, model="toy", **full):
-    return {"model": model, "full_precision": {"accuracy": None, "macro": None, **full}, "points": points}
+    sizes = {"weight_bytes": 58_000_000, "other_bytes": 10_000_000, "bits_per_weight": 16.0}  # 24 million expert weights
+    return {"model": model, "full_precision": {"accuracy": None, "macro": None, **sizes, **full}, "points": points}
 
 
 def histogram(layers, budget, path="model.layers.{}.mlp"):
@@ -106,6 +107,32 @@ def test_every_series_is_drawn_at_its_sizes_and_kls(tmp_path, drawn):
     assert {text: place for text, (place, _) in drawn.notes.items()} == {
         "2": (1.5, 0.25), "2.5": (2.0, 0.125), "4": (3.0, 0.01), "RTN4": (3.1, 0.03),
     }  # fmt: skip
+
+
+def test_presets_are_curves_with_labels_and_sizes_also_in_bits(tmp_path, drawn):
+    """24 million expert weights beside 10 MB: 16 MB are 2 bits per weight, 22 MB are 4."""
+    points = [point("paper", 2.0, 16, 0.3), point("paper", 4.0, 22, 0.1), point("quality", 2.0, 16, 0.2)]
+    points += [point("uniform", 2.5, 16, 0.25), point("quality", 4.0, 22, 0.05), point("q2_k_pure", None, 19, 0.12)]
+    plot.frontier(outcome(points), tmp_path / "a.svg")
+    assert drawn.lines[r"paper, at $\bar{k}$"][0] == [(16.0, 0.3), (22.0, 0.1)]
+    assert drawn.lines[r"quality, at $\bar{k}$"][0] == [(16.0, 0.2), (22.0, 0.05)]
+    colours = [look["color"] for label, (_, look) in drawn.lines.items() if label]
+    assert len(set(colours)) == len(colours) == 4
+    assert set(drawn.notes) == {"2", "4", "Q2_K_PURE"}
+    (axes,), (legend,) = drawn.figures[0].axes, drawn.figures[0].legends
+    assert legend.get_window_extent().x1 <= drawn.figures[0].bbox.x1
+    (bits,) = axes.child_axes
+    assert bits.get_xlabel() == "bits per expert weight"
+    assert bits.transData.transform((2, 0))[0] == pytest.approx(axes.transData.transform((16, 1))[0])
+    assert bits.transData.transform((4, 0))[0] == pytest.approx(axes.transData.transform((22, 1))[0])
+
+
+def test_planes_of_presets_are_pictures_of_their_own(tmp_path):
+    points = [point(name, 4.0, 1, 0.1, histogram=histogram([0], 4.0)) for name in ("quality", "paper", "uniform")]
+    folder = write(tmp_path / "results", outcome(points))
+    assert [file.name for file in plot.draw_all(folder) if file.suffix == ".png"] == [
+        "frontier_kl.png", "planes_paper.png", "planes_quality.png",
+    ]  # fmt: skip
 
 
 def test_uniform_is_hollow_at_fractional_budgets_and_dpa_is_solid(tmp_path, drawn):
@@ -248,7 +275,7 @@ def test_layers_that_no_token_reached_are_empty(tmp_path, drawn):
 
 def test_without_histograms_planes_cannot_be_drawn(tmp_path):
     points = [point("dpa", 4.0, 1, 0.1, histogram=None), point("uniform", 4.0, 1, 0.1, histogram=histogram([0], 4.0))]
-    with pytest.raises(ValueError, match="no point of DPA holds a histogram"):
+    with pytest.raises(ValueError, match="no point of dpa holds a histogram"):
         plot.planes_by_layer(outcome(points), tmp_path / "a.svg")
     assert list(tmp_path.iterdir()) == []
 

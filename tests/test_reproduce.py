@@ -8,6 +8,7 @@ import pytest
 
 from dpamoe import reproduce
 from dpamoe.cli.main import main
+from dpamoe.spec import EncodeSpec
 
 QUICK = (
     "--max-tokens", "1100", "--budgets", "2,3,4", "--static", "rtn4", "--top-p", "0.5,1", "--sequences", "2", "--prompt-tokens",
@@ -84,6 +85,24 @@ def test_only_what_other_settings_touch_is_measured_again(source, reported, tmp_
     assert code == 0, err
     changed = {file.name for file in folder.glob("*.json") if before[file.name] != file.read_bytes()}
     assert changed == {"speed.json"}
+
+
+def test_a_preset_is_an_encoding_and_a_curve(source, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def stopped(wanted, experiments):
+        seen.append((wanted.spec, wanted.baselines[:4], wanted.presets))
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(reproduce, "plan", stopped)
+    for flags in ((), ("--preset", "quality"), ("--preset", "quality", "--group-size", "64")):
+        assert run(capsys, "reproduce", source, "--output-dir", tmp_path / "out", *QUICK, *flags)[0] == 1
+    usual = ("uniform", "gate-only", "residual-only")
+    assert seen == [
+        (None, (*usual, "rtn4"), ()),
+        (EncodeSpec(32, scale_mode="tied"), (*usual, "threshold-skip"), ()),
+        (EncodeSpec(64, scale_mode="tied"), (*usual, "threshold-skip"), ()),
+    ]
 
 
 def test_tasks_are_part_of_what_top_p_depends_on(source, tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def test_a_source_is_the_model_that_it_means(
     monkeypatch.setattr(
         convert, "calibration_batches", lambda job, plan, partial: calibration.id_batches(plan.model, ids.flatten())
     )
-    convert.convert(convert.Job(source, tmp_path / "streamed", SPEC, 2.0))
+    convert.convert(convert.Job(source, tmp_path / "streamed", SPEC, dpamoe.SpendSpec(2.0)))
     expected = dpamoe.transform(storage.load_original(meant), 2.0, calibration=ids, spec=SPEC)
     dpamoe.save(expected, tmp_path / "memory")
     found, wanted = (json.loads((tmp_path / name / checkpoint.INDEX).read_text()) for name in ("streamed", "memory"))

@@ -57,7 +57,8 @@ def samples(tiny_dir):
 def test_all_names_are_allowed():
     pytest.importorskip("gguf")
     static.check_formats(static.FORMATS)
-    assert static.FORMATS[:7] == ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "rtn2") and len(static.FORMATS) == 20
+    mixed, pure = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k", "q8_0"), ("q2_k_pure", "q3_k_pure", "q4_k_pure", "q5_k_pure")
+    assert static.FORMATS[:11] == (*mixed, *pure, "rtn2") and len(static.FORMATS) == 24
 
 
 @pytest.mark.parametrize("name", ["q4_k", "Q4_K_M", "rtn1", "rtn9", "hqq", ""])
@@ -90,6 +91,10 @@ def test_without_gguf_only_its_formats_are_refused(monkeypatch):
         ("q5_k_m", 16, ["Q6_K" if layer in (0, 1, 4, 7, 10, 13, 14, 15) else "Q5_K" for layer in range(16)]),
         ("q6_k", 2, ["Q6_K"] * 2),
         ("q8_0", 2, ["Q8_0"] * 2),
+        ("q2_k_pure", 3, ["Q2_K"] * 3),
+        ("q3_k_pure", 32, ["Q3_K"] * 32),
+        ("q4_k_pure", 16, ["Q4_K"] * 16),
+        ("q5_k_pure", 16, ["Q5_K"] * 16),
     ],
 )
 def test_types_of_down_by_hand(name, layers, expected):
@@ -102,6 +107,7 @@ def test_types_of_down_by_hand(name, layers, expected):
     [
         ("q2_k", 84 / 32, 110 / 32), ("q3_k_m", 110 / 32, 144 / 32), ("q4_k_m", 144 / 32, 210 / 32),
         ("q5_k_m", 176 / 32, 210 / 32), ("q6_k", 210 / 32, 210 / 32), ("q8_0", 34 / 4, 34 / 4),
+        ("q2_k_pure", 84 / 32, 84 / 32), ("q3_k_pure", 110 / 32, 110 / 32), ("q4_k_pure", 144 / 32, 144 / 32),
     ],
 )  # fmt: skip
 def test_bits_of_a_layer_that_takes_more(name, up, down):

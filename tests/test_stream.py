@@ -145,7 +145,7 @@ def broken_run(source, out, monkeypatch):
     "change, words",
     [
         ({"spec": dpamoe.EncodeSpec(group_size=16, iterations=1)}, "spec was .* and is "),
-        ({"budget": 3.0}, "budget was 4.0 and is 3.0"),
+        ({"spend": dpamoe.SpendSpec(3.0)}, "budget was 4.0 and is 3.0"),
         ({"ignore": ("model.layers.0.*",)}, "ignored was"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_place_that_cannot_be_written(source, monkeypatch):
 
 PROGRAM = """
 import sys, torch
-from dpamoe import calibration, convert, EncodeSpec
+from dpamoe import calibration, convert, EncodeSpec, SpendSpec
 ids = torch.randint(3, 128, (4, 60), generator=torch.Generator().manual_seed(0))
 convert.calibration_batches = lambda job, plan, partial: calibration.id_batches(plan.model, ids.flatten())
 limit = int(sys.argv[3])
@@ -296,31 +296,33 @@ if limit:
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
-    convert.convert(convert.Job(sys.argv[1], sys.argv[2], EncodeSpec(group_size=32, iterations=1)))
+    spec, spend = EncodeSpec(group_size=32, iterations=1), SpendSpec(allocator=sys.argv[4])
+    convert.convert(convert.Job(sys.argv[1], sys.argv[2], spec, spend))
 except OSError as error:
     sys.exit(str(error))
 """
 
 
-def start(source, out, limit=0):
+def start(source, out, limit=0, allocator="exact"):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(source), str(out), str(limit)], stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", PROGRAM, str(source), str(out), str(limit), allocator], stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(source, unbroken):
+@pytest.mark.parametrize("allocator", ["exact", "threshold"])
+def test_twenty_kills_at_random_moments(source, unbroken, allocator):
     """From when the program begins to write until it is done; each run goes on where the last one died."""
     began = time.monotonic()
-    assert start(source, folder(source, "timed")).wait() == 0
-    whole = time.monotonic() - began
-    assert own(folder(source, "timed")) == unbroken
+    assert start(source, folder(source, f"timed {allocator}"), allocator=allocator).wait() == 0
+    whole, expected = time.monotonic() - began, own(folder(source, f"timed {allocator}"))
+    assert (expected == unbroken) == (allocator == "exact")
     moments, kills = random.Random(0), 0
     for number in range(200):
-        out = folder(source, f"killed {number}")
+        out = folder(source, f"killed {allocator} {number}")
         while kills < 20 and not out.exists():
-            run = start(source, out)
+            run = start(source, out, allocator=allocator)
             while run.poll() is None and not out.with_name(out.name + ".partial").exists():
                 time.sleep(0.005)
             time.sleep(moments.uniform(0, whole / 4))
@@ -331,8 +333,8 @@ def test_twenty_kills_at_random_moments(source, unbroken):
                 with pytest.raises(ValueError):
                     dpamoe.load(out)
         if not out.exists() or (out / checkpoint.MARKER).exists():
-            assert start(source, out).wait() == 0
-        assert own(out) == unbroken
+            assert start(source, out, allocator=allocator).wait() == 0
+        assert own(out) == expected
         if kills >= 20:
             break
     assert kills >= 20

@@ -1,5 +1,7 @@
 """Results as text: what stands in which column, what is starred, what is left out."""
 
+import pytest
+
 from dpamoe import tables
 
 
@@ -14,7 +16,8 @@ def point(allocation, budget, kl, macro=None, note=""):
 def outcome(*points, macro=None, ppl=19.5):
     full = {"ppl": ppl, "accuracy": macro and {"one": macro, "two": macro}, "macro": macro}
     full |= {"bits_per_weight": 16.0, "weight_bytes": 57_500_000}
-    return {"model": "toy", "sites": 1, "experts": 4, "tokens": 123, "full_precision": full, "points": list(points)}
+    found = {"full_precision": full, "points": list(points), "left_out": []}
+    return {"model": "toy", "sites": 1, "experts": 4, "tokens": 123, **found}
 
 
 def rows(text):
@@ -40,6 +43,41 @@ def test_static_formats_stand_by_size():
     head, lines = tables.static_table(outcome(large, small))
     assert [line[0] for line in lines] == ["q2_k", "q8_0"] and len(head) == len(lines[0])
     assert lines[0][1:] == ["4.625", "4.00", "0.30000", "0.03000", "70.0%", "20.000"]
+
+
+def test_presets_have_sizes_of_their_own():
+    """Bits per weight at 4 and 2 planes: 4.625 and 2.375, and 0.1 less for quality."""
+    points = [point(name, budget, kl) for name, budget, kl in (
+        ("quality", 2.0, 0.08), ("paper", 4.0, 0.01), ("uniform", 2.5, 0.1), ("paper", 2.0, 0.16), ("quality", 4.0, 0.005),
+    )]  # fmt: skip
+    for one in points[:1] + points[4:]:
+        one["bits_per_weight"] -= 0.1
+    points[2]["note"] = "uneven"
+    head, lines = tables.curve_table(outcome(*points))
+    assert head == ["allocation", "budget", "planes", "bits/w", "MB", "KL", "±", "top-1", "ppl"]
+    assert [line[:4] + line[5:6] for line in lines] == [
+        ["paper", "2", "2.000", "2.375", "0.16000"], ["paper", "4", "4.000", "4.625", "0.01000"],
+        ["quality", "2", "2.000", "2.275", "0.08000"], ["quality", "4", "4.000", "4.525", "0.00500"],
+        ["uniform", "2.5*", "2.500", "2.938", "0.10000"],
+    ]  # fmt: skip
+    text = tables.evaluation(outcome(*points) | {"left_out": ["uniform is left out at budget 1"]})
+    assert "allocation" in text.splitlines()[0] and "uniform is left out at budget 1" in text.splitlines()
+
+
+def test_kl_between_two_points_is_linear_in_its_logarithm():
+    found = outcome(point("dpa", 2.0, 0.16), point("dpa", 4.0, 0.01), point("uniform", 3.0, 0.5), point("dpa", 6.0, 0.0))
+    assert tables.kl_at(found, "dpa", (2.375 + 4.625) / 2) == pytest.approx(0.04)  # the square root of 0.16 * 0.01
+    assert tables.kl_at(found, "dpa", 2.375) == pytest.approx(0.16) and tables.kl_at(found, "dpa", 4.625) == pytest.approx(0.01)
+    assert tables.kl_at(found, "dpa", 2.3) is tables.kl_at(found, "dpa", 4.7) is tables.kl_at(found, "uniform", 3.5) is None
+
+
+def test_static_formats_beside_what_has_their_size():
+    points = [point("paper", 2.0, 0.16), point("paper", 4.0, 0.01), point("quality", 3.9, 0.02), point("quality", 4.1, 0.005)]
+    small, large = point("q4_k_pure", None, 0.02), point("q8_0", None, 0.001)
+    large["bits_per_weight"] = 8.5
+    head, lines = tables.static_table(outcome(*points, small, large))
+    assert head[-2:] == ["KL paper / it", "KL quality / it"]
+    assert [line[-2:] for line in lines] == [["0.50", "0.50"], ["–", "–"]]  # 0.01 and the middle of 0.02 and 0.005, over 0.02
 
 
 def test_accuracies_in_per_cent_with_full_precision_first():

@@ -29,7 +29,6 @@ def arguments(parser) -> None:
         "beside it, in OUTPUT_DIR.log",
     )  # fmt: skip
     parser.add_argument("--calibration", type=Path, help="text for the residual profile; without it the model writes its own")
-    parser.add_argument("--budget", type=float, default=4.0, help="default budget of the checkpoint, planes per expert")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="PATTERN",
         help="leave experts alone whose module path fits, such as 'model.layers.0.*'; may be repeated",
@@ -43,7 +42,9 @@ def arguments(parser) -> None:
         "--jobs", type=options.positive, default=1, metavar="N",
         help="start N processes with `accelerate launch`, which share the layers of each model and take a GPU each",
     )  # fmt: skip
+    options.preset_flag(parser)
     options.encode_flags(parser)
+    options.spend_flags(parser)
     options.device_flag(parser)
 
 
@@ -62,10 +63,9 @@ def run(args) -> dict | None:
         raise ValueError("no model was named: give model folders, or a file that lists them with --batch")
     if args.calibration is not None:
         text.read_text(args.calibration)
-    spec = options.encode_spec(args)
     job = conversion.Job(
-        Path(sources[0]), args.output_dir, spec, args.budget, args.calibration, tuple(args.ignore),
-        jobs.device_of(args.device, team), args.max_memory, args.resume,
+        Path(sources[0]), args.output_dir, options.encode_spec(args), options.spend_spec(args), args.calibration,
+        tuple(args.ignore), jobs.device_of(args.device, team), args.max_memory, args.resume,
     )  # fmt: skip
     one = conversion.preview if args.dry_run else conversion.convert
     alone = len(sources) == 1 and args.batch is None
@@ -136,6 +136,8 @@ def show(outcome: dict) -> str:
         )
         read = outcome["read_again_bytes"]
         price = [f"without --calibration, {read:,} bytes are read from disk for the text that the model writes"] if read else []
+        read = outcome["read_to_weigh_bytes"]
+        price += [f"{read:,} bytes are read from disk to measure what layers matter"] if read else []
         return "\n".join([said, *price, *_left(outcome)])
     lines = [
         f"routed experts encoded: {outcome['experts']} of {outcome['experts_found']} in {outcome['sites']} sites, "

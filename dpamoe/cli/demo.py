@@ -11,6 +11,7 @@ from dpamoe import evaluate, plot, score, storage, tables, text
 from dpamoe.calibration import example_batch
 from dpamoe.cli import generate, options
 from dpamoe.passes import find
+from dpamoe.presets import DEFAULT, preset_of
 
 NAME = "demo"
 HELP = "make the embedded model any-precision and show quality against size: a table, a picture, generated text"
@@ -23,6 +24,7 @@ logger = logging.getLogger("dpamoe")
 def arguments(parser) -> None:
     """Flags of this command."""
     parser.add_argument("--picture", type=Path, default=Path("dpamoe-demo.png"), help="where the picture goes (.png or .svg)")
+    options.preset_flag(parser)
     parser.add_argument("--max-tokens", type=options.positive, default=6000, help="held-out tokens that are scored")
 
 
@@ -44,9 +46,10 @@ def _run(args, assets: Path) -> dict:
     with score.measure_reference(model, windows) as reference:
         scorer = evaluate.Scorer(reference)
         full = scorer.full_precision(model) | sizes
-        dpamoe.transform(model, calibration=text.read_text(assets / "text" / "calibration.txt"))
+        preset = args.preset or DEFAULT
+        dpamoe.transform(model, calibration=text.read_text(assets / "text" / "calibration.txt"), preset=preset)
         logger.info("%s", dpamoe.report(model))
-        jobs = evaluate.jobs(BUDGETS, ("dpa", "uniform"))
+        jobs = evaluate.jobs(BUDGETS, ("dpa", "uniform", evaluate.name_of(preset_of(preset).spend)))
         points = evaluate.evaluate(model, scorer, evaluate.Sizes(sizes["other_bytes"]), jobs)
     outcome = evaluate.result("embedded tiny Qwen3-MoE", full, points)
     for budget in (2, 4, 8):

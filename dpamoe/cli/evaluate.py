@@ -1,12 +1,15 @@
 """`dpamoe eval`: KL to full precision, perplexity and task accuracy against size, DPA beside other allocations and formats."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from dpamoe import evaluate, frontier, plot, static, tables, tasks
 from dpamoe.api import logger
 from dpamoe.cli import options
 from dpamoe.evaluation_folder import open_folder
+from dpamoe.presets import DEFAULT, PRESETS, preset_of
+from dpamoe.spec import EncodeSpec
 
 NAME = "eval"
 HELP = "score a model at several budgets: KL to full precision, perplexity, task accuracy, size"
@@ -18,8 +21,12 @@ def arguments(parser) -> None:
     parser.add_argument("--budgets", type=options.numbers, default=list(evaluate.BUDGETS), help="such as 2,2.5,3,4")
     parser.add_argument(
         "--baselines", type=options.lower_names, default=list(evaluate.REPORTED[1:]),
-        help=f"beside DPA, of {','.join(name for name in evaluate.SPENDINGS if name != 'dpa')} and {','.join(static.FORMATS)}; "
-        "none: DPA alone",
+        help=f"beside DPA, of {','.join(name for name in evaluate.SPENDINGS if name not in ('dpa', *PRESETS))} and "
+        f"{','.join(static.FORMATS)}; none: DPA alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--presets", type=options.lower_names, default=[],
+        help=f"in the place of DPA, of {','.join(PRESETS)}, each encoded in its own way; baselines are encoded as the first",
     )  # fmt: skip
     parser.add_argument("--kl", action="store_true", help="measure KL and perplexity, as without these two flags")
     parser.add_argument("--ppl", action="store_true", help="alone: perplexity without KL, which takes no space on disk")
@@ -60,7 +67,7 @@ def wanted(args, **changes) -> frontier.Wanted:
         "device",
     )
     asked = {name: getattr(args, name) for name in names}
-    return frontier.Wanted(**asked, tasks=tuple(args.tasks), spec=options.encode_spec(args), **changes)
+    return frontier.Wanted(**asked, tasks=tuple(args.tasks), **changes)
 
 
 def run(args) -> dict:
@@ -72,7 +79,8 @@ def run(args) -> dict:
     if (args.kl or args.ppl) and args.text is None:
         raise ValueError("--kl and --ppl are measured on a text: give --text FILE")
     kl = args.kl or not args.ppl
-    plan = frontier.plan(wanted(args, budgets=tuple(args.budgets), baselines=tuple(args.baselines), kl=kl))
+    lists = {name: tuple(getattr(args, name)) for name in ("budgets", "baselines", "presets")}
+    plan = frontier.plan(wanted(args, **lists, kl=kl, spec=_spec(args)))
     if args.output_dir is None:
         with tempfile.TemporaryDirectory(prefix="dpamoe-eval-") as scratch:
             outcome = frontier.run(plan, open_folder(Path(scratch), plan.settings))
@@ -82,6 +90,12 @@ def run(args) -> dict:
     if args.picture is not None:
         logger.info("picture: %s", plot.frontier(outcome, args.picture))
     return outcome
+
+
+def _spec(args) -> EncodeSpec | None:
+    """The encoding, if it is not just that of the presets; one preset may be changed by flags."""
+    changes, base = options.encode_changes(args), preset_of((*args.presets, DEFAULT)[0]).encode
+    return replace(base, **changes) if changes else None
 
 
 def show(outcome: dict) -> str:

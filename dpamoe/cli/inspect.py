@@ -7,6 +7,7 @@ from torch import nn
 from dpamoe import calibration, checkpoint, compare, storage
 from dpamoe.layers import on_meta
 from dpamoe.passes import find, weightless
+from dpamoe.presets import name_of
 from dpamoe.sites import Site
 from dpamoe.source import open_source
 
@@ -39,13 +40,19 @@ def _encoded(folder: str) -> dict:
         encoded = checkpoint.expected_tensors({**settings, "k_max": k})
         bits = 8 * sum(tensors[name] for name in encoded if not name.endswith(".residuals")) / weights
         planes.append({"k": k, "bits_per_weight": bits, "bytes": read})
-    kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "budget_scope", "source", "sites", "unreached")
+    kept = ("group_size", "k_min", "k_max", "scale_mode", "default_budget", "source", "sites", "unreached")
+    spend = checkpoint.spend_of(settings)
     return {
         "model": folder,
         "encoded": True,
         "complete": True,
         "hashes": hashes,
-        **{k: settings[k] for k in kept},
+        **{name: settings[name] for name in kept},
+        "budget_scope": spend.scope,
+        "skip": spend.skip,
+        "allocator": spend.allocator,
+        "preset": name_of(checkpoint.spec_of(settings), spend),
+        "sensitivities": checkpoint.is_weighed(settings, weight_map),
         "planes": planes,
     }
 
@@ -97,12 +104,22 @@ def show(outcome: dict) -> str:
         f"complete; group size {outcome['group_size']}, {outcome['scale_mode']} scales, planes {outcome['k_min']} to "
         f"{outcome['k_max']}, default budget {outcome['default_budget']:g} per {outcome['budget_scope']}"
     )
+    rows.append(_spending(outcome))
     rows += [
         f"k={row['k']}: {row['bits_per_weight']:.3f} bits per expert weight, {row['bytes']:,} bytes to read"
         for row in outcome["planes"]
     ]
     rows += [f"no calibration token reached {path}: experts {ids}" for path, ids in outcome["unreached"].items()]
     return "\n".join(rows)
+
+
+def _spending(outcome: dict) -> str:
+    known = "are there" if outcome["sensitivities"] else "were not measured"
+    named = f"; preset {outcome['preset']}" if outcome["preset"] else ""
+    return (
+        f"allocator {outcome['allocator']}, experts {'may be' if outcome['skip'] else 'are not'} skipped, sensitivities of "
+        f"layers {known}{named}"
+    )
 
 
 def _order(order: str) -> str:

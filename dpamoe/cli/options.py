@@ -3,28 +3,68 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 
 import torch
 
 from dpamoe.kernels.layout import SCALE_MODES
-from dpamoe.spec import EncodeSpec
+from dpamoe.presets import DEFAULT, PRESETS
+from dpamoe.spec import ALLOCATORS, EncodeSpec, SpendSpec
+
+
+def preset_flag(parser: argparse.ArgumentParser) -> None:
+    """--preset; its name is None if it is not given."""
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), help=f"settings that go together, which other flags change; default: {DEFAULT}"
+    )
 
 
 def encode_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of `EncodeSpec`."""
-    default = EncodeSpec()
-    parser.add_argument("--group-size", type=int, default=default.group_size, help="weights per scale; -1: whole rows")
-    parser.add_argument("--k-min", type=int, default=default.k_min, help="fewest planes that decode")
-    parser.add_argument("--k-max", type=int, default=default.k_max, help="most planes")
+    """Flags of `EncodeSpec`; those that are not given are as in the preset."""
+    parser.add_argument("--group-size", type=int, help=f"weights per scale; -1: whole rows; {_default('group_size')}")
+    parser.add_argument("--k-min", type=int, help=f"fewest planes that decode; {_default('k_min')}")
+    parser.add_argument("--k-max", type=int, help=f"most planes; {_default('k_max')}")
     parser.add_argument(
-        "--scale-mode", choices=SCALE_MODES, default=default.scale_mode, help="one scale per plane, or one per group"
+        "--scale-mode", choices=SCALE_MODES, help=f"one scale per plane, or one per group; {_default('scale_mode')}"
     )
-    parser.add_argument("--beta", type=float, default=default.beta, help="weight of high planes in the fit")
+    parser.add_argument("--beta", type=float, help=f"weight of high planes in the fit; {_default('beta')}")
+
+
+def _default(field: str) -> str:
+    """What a field of `EncodeSpec` is without its flag."""
+    usual = getattr(PRESETS[DEFAULT].encode, field)
+    others = {name: getattr(preset.encode, field) for name, preset in PRESETS.items()}
+    return ", ".join([f"default: {usual}", *(f"preset {name}: {value}" for name, value in others.items() if value != usual)])
+
+
+def encode_changes(args: argparse.Namespace) -> dict:
+    """What the flags of `encode_flags` ask for, by field; empty if none was given."""
+    given = {name: getattr(args, name) for name in ("group_size", "k_min", "k_max", "scale_mode", "beta")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def encode_spec(args: argparse.Namespace) -> EncodeSpec:
-    """The `EncodeSpec` that the flags ask for."""
-    return EncodeSpec(args.group_size, args.k_min, args.k_max, args.scale_mode, args.beta)
+    """The `EncodeSpec` of the preset, with what the flags change."""
+    return replace(PRESETS[args.preset or DEFAULT].encode, **encode_changes(args))
+
+
+def spend_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of `SpendSpec` that an encoded folder remembers; those that are not given are as in the preset."""
+    parser.add_argument("--budget", type=float, default=SpendSpec().budget, help="default budget, planes per expert")
+    parser.add_argument(
+        "--allocator", choices=ALLOCATORS, help="keep the budget for every token, or on average, with less error; default: the "
+        "preset's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", action=argparse.BooleanOptionalAction, help="leave out experts whose gate is tiny; default: the preset's"
+    )
+
+
+def spend_spec(args: argparse.Namespace) -> SpendSpec:
+    """The `SpendSpec` of the preset, with what the flags change."""
+    given = {"allocator": args.allocator, "skip": args.skip}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return replace(PRESETS[args.preset or DEFAULT].spend, budget=args.budget, **changes)
 
 
 def config_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,9 @@
 """`dpamoe plan`: how many planes of a model fit into a memory, before anything is loaded."""
 
-from dpamoe.cli.options import encode_flags, encode_spec, positive, size
+from dpamoe.checkpoint import is_encoded
+from dpamoe.cli.options import encode_changes, encode_flags, encode_spec, positive, preset_flag, size
 from dpamoe.plan import costs_of, plan
+from dpamoe.presets import DEFAULT, preset_of
 
 NAME = "plan"
 HELP = "say how many planes of an encoded or original model fit into a memory, and what a token then reads"
@@ -16,12 +18,15 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--margin", type=size, help="memory to leave free; default: 512MiB and what a prompt of that length needs"
     )
+    preset_flag(parser)
     encode_flags(parser)
 
 
 def run(args) -> dict:
     """Read config and headers, and count."""
-    costs = costs_of(args.model, encode_spec(args))
+    if is_encoded(args.model) and (args.preset or encode_changes(args)):
+        raise ValueError(f"{args.model} is encoded already: leave --preset and the encoding flags out")
+    costs = costs_of(args.model, encode_spec(args), preset_of(args.preset or DEFAULT).spend)
     found = plan(costs, args.memory, args.context, args.batch, args.margin)
     method = {"group_size": costs.spec.group_size, "scale_mode": costs.spec.scale_mode}
     return {"model": args.model, **method, **found, "failed": found["k_max"] is None}
@@ -58,7 +63,7 @@ def _answer(outcome: dict) -> str:
     read = outcome["expert_bytes_per_token"] + outcome["other_bytes_per_token"]
     load = f"k_max={k_max}" if outcome["encoded"] else f"--k-max {k_max} or more, then k_max={k_max}"
     return (
-        f"{load} fits into {memory}, with budgets from {outcome['k_min']} to {k_max}; at budget {outcome['budget']:g} a token "
+        f"{load} fits into {memory}, with budgets from {outcome['least']} to {k_max}; at budget {outcome['budget']:g} a token "
         f"reads {_size(read)}, cache included, of which {_size(outcome['expert_bytes_per_token'])} are expert weights"
     )
 

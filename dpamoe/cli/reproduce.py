@@ -11,7 +11,8 @@ from dpamoe import frontier, measure, paper_report, plot, reproduce, tables
 from dpamoe import static as static_formats
 from dpamoe.api import logger
 from dpamoe.cli import evaluate, options
-from dpamoe.evaluate import BUDGETS
+from dpamoe.evaluate import BUDGETS, name_of
+from dpamoe.presets import DEFAULT, PRESETS
 
 NAME = "reproduce"
 HELP = "run all experiments of the paper on a model and write one report"
@@ -21,6 +22,7 @@ STATIC = ("q2_k", "q5_k_m", "q8_0")
 def arguments(parser) -> None:
     """Flags of this command."""
     evaluate.wanted_flags(parser)
+    options.preset_flag(parser)
     default = reproduce.Experiments()
     parser.add_argument(
         "--output-dir", type=Path, required=True, help="where report and plots go; an earlier run goes on there"
@@ -44,7 +46,10 @@ def run(args) -> dict:
         text = args.text
         if text is None:
             args.text = str(stack.enter_context(as_file(files("dpamoe.assets") / "text" / "heldout.txt")))
-        wanted = evaluate.wanted(args, budgets=tuple(args.budgets), baselines=(*frontier.BASELINES, *static))
+        spec = options.encode_spec(args) if args.preset or options.encode_changes(args) else None
+        names = dict.fromkeys([*frontier.BASELINES, name_of(PRESETS[args.preset or DEFAULT].spend), *static])
+        baselines = tuple(name for name in names if name != "dpa")
+        wanted = evaluate.wanted(args, budgets=tuple(args.budgets), baselines=baselines, spec=spec)
         experiments = reproduce.Experiments(tuple(args.top_p), args.sequences, args.prompt_tokens, args.new_tokens)
         plans = reproduce.plan(wanted, experiments)
         outcome = reproduce.run(plans, args.output_dir)

@@ -1,0 +1,246 @@
+"""Products of rows with planes on the 1-bit tensor cores, in Gluon: what the bit-serial kernels share.
+
+A row of x is cut, per group of 128, into 16 bits (a step and two's complement), which are the columns of products with the
+planes; their popcounts are weighed by powers of two in a second product. A plane is the other operand as it stands in memory,
+nothing is unpacked. Tensors of words are [16 RT, 8 NW]: RT tiles of 16 rows, and for each warp along a row eight words of
+32 inputs, which are two groups.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from dpamoe.kernels.bitserial_asm import (
+    FACTOR,
+    MAYBE_0,
+    MAYBE_2,
+    MAYBE_4,
+    MAYBE_6,
+    OFFSET_FIRST,
+    OFFSET_LETTERS,
+    OFFSET_SECOND,
+    PLANES,
+    PLANES_LETTERS,
+    SCALE_FIRST,
+    SCALE_LETTERS,
+    SCALE_SECOND,
+    SLICE,
+    SLICE_LETTERS,
+    WEIGHTS_0,
+    WEIGHTS_2,
+    WEIGHTS_LETTERS,
+)
+from dpamoe.kernels.triton_activate import activate_gated, activate_plain
+
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # names of Triton 3.8, 3.6
+
+
+@gluon.constexpr_function
+def words_layout(NW, RT=1):
+    """Words [16 RT, 8 NW] as the products take them: rows g and g + 8, word c of two groups, in lane 4g + c."""
+    warps = [[0, 8 << i] for i in range(NW.bit_length() - 1)] + [[16 << i, 0] for i in range(RT.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[8, 0], [0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [16 * RT, 8 * NW])
+
+
+@gluon.jit
+def places(NW: gl.constexpr):
+    """Of each register: its row and column in the words, and where its input and its scale stand in a pair of groups."""
+    layout: gl.constexpr = words_layout(NW)
+    row = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
+    register = row // 8 + 2 * (column // 4 % 2)
+    return row, column, row % 8 + 8 * (column % 4) + 32 * register, column // 4 % 2
+
+
+@gluon.jit
+def bits_of(x, at, inside):
+    """16 bits of a group: words of low and high bits, step and sum; x: pointer, at: inputs of the lane."""
+    return cut(gl.load(x + at, mask=inside, other=0.0).to(gl.float32))
+
+
+@gluon.jit
+def cut(value):
+    return gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
+
+
+@gluon.jit
+def add_dots(dots, first, second, X, Y, weights, k, plane: gl.constexpr, MAYBE: gl.constexpr):
+    """Add the dots of planes `plane` and the next with the groups X and Y; MAYBE: not in warps that read neither."""
+    maybe: gl.constexpr = MAYBE_0 if plane == 0 else MAYBE_2 if plane == 2 else MAYBE_4 if plane == 4 else MAYBE_6
+    code: gl.constexpr = maybe if MAYBE else PLANES
+    arguments = [dots, first, second, X, Y, weights[plane // 2 % 2], weights[2], k]
+    return gl.inline_asm_elementwise(code, PLANES_LETTERS, arguments, gl.float32, True, 4)
+
+
+@gluon.jit
+def column_weights(zero):
+    """What popcounts are multiplied by, for planes 0 and 1, for 2 and 3, and more for high bits; zero: int32 words."""
+    low = gl.inline_asm_elementwise(WEIGHTS_0, WEIGHTS_LETTERS, [zero], gl.int32, True, 4)
+    high = gl.inline_asm_elementwise(WEIGHTS_2, WEIGHTS_LETTERS, [zero], gl.int32, True, 4)
+    return low, high, gl.inline_asm_elementwise(FACTOR, WEIGHTS_LETTERS, [zero], gl.int32, True, 4)
+
+
+@gluon.jit
+def scaled(total, dots, scale, X, Y, SECOND: gl.constexpr):
+    code: gl.constexpr = SCALE_SECOND if SECOND else SCALE_FIRST
+    return gl.inline_asm_elementwise(code, SCALE_LETTERS, [total, dots, scale, X, Y], gl.float32, True, 4)
+
+
+@gluon.jit
+def with_offset(total, offset, X, Y, SECOND: gl.constexpr):
+    code: gl.constexpr = OFFSET_SECOND if SECOND else OFFSET_FIRST
+    return gl.inline_asm_elementwise(code, OFFSET_LETTERS, [total, offset, X, Y], gl.float32, True, 4)
+
+
+@gluon.jit
+def _own_scales(scales, first: gl.constexpr, at, k, column, inside, C: gl.constexpr):
+    """Scales of planes `first` to `first` + 3, to each lane those of its own one; 0 where it is not read."""
+    own = column % 4
+    address = scales[first].to(gl.int64) + own.to(gl.int64) * 0
+    for j in gl.static_range(1, 4):
+        if first + j < C:
+            address = gl.where(own == j, scales[first + j].to(gl.int64), address)
+    source = address.to(gl.pointer_type(gl.float16))
+    return gl.load(source + at, mask=inside & (first + own < k), other=0.0)
+
+
+@gluon.jit
+def scales_of(scales, offset, at, k, column, inside, C: gl.constexpr):
+    """Offset of a pair of groups, and scales of planes 0 to 3 and 4 to 7."""
+    zero = gl.load(offset + at, mask=inside & (column % 4 == 0) & (k > 0), other=0.0)
+    low = _own_scales(scales, 0, at, k, column, inside, C)
+    high = low
+    if C > 4:
+        high = _own_scales(scales, 4, at, k, column, inside, C)
+    return zero, low, high
+
+
+@gluon.constexpr_function
+def pairs_layout(NW, RT):
+    """[16 RT, NW, 4]: what words 8w … 8w + 7 of a row have in common for both groups, for each word c of four."""
+    warps = [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)] + [[16 << i, 0, 0] for i in range(RT.bit_length() - 1)]
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout([[8, 0, 0]], lanes, warps, [], [16 * RT, NW, 4])
+
+
+@gluon.jit
+def _both_groups(source, inside, NW: gl.constexpr, RT: gl.constexpr):
+    """Two fp16 numbers that stand side by side, read as one, as words [16 RT, 8 NW]; source: pointers [16 RT, NW, 4]."""
+    both = gl.load(source.to(gl.pointer_type(gl.int32)), mask=inside, other=0)
+    first = (both & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
+    second = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    whole = gl.join(first, second).permute(0, 1, 3, 2).reshape([16 * RT, 8 * NW])
+    return gl.convert_layout(whole, words_layout(NW, RT), assert_trivial=True)
+
+
+@gluon.jit
+def _paired_scales(scales, offset, at, k, own, inside, C: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
+    """`scales_of` where the two groups of a pair stand side by side on 4 bytes."""
+    found = (_both_groups(offset + at, inside & (own == 0) & (k > 0), NW, RT),)
+    for first in gl.static_range(0, C, 4):
+        address = scales[first].to(gl.int64) + own.to(gl.int64) * 0
+        for j in gl.static_range(1, min(4, C - first)):
+            address = gl.where(own == j, scales[first + j].to(gl.int64), address)
+        source = address.to(gl.pointer_type(gl.float16)) + at
+        found = found + (_both_groups(source, inside & (first + own < k), NW, RT),)
+    return found
+
+
+@gluon.jit
+def scales_of_rows(
+    scales, offset, row, k, IN: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
+):  # fmt: skip
+    """`scales_of` of 16 RT rows from `row` on, for each piece of 256 NW inputs and each matrix (the second WIDTH rows on)."""
+    own = ()
+    if IN % 256 == 0:
+        layout: gl.constexpr = pairs_layout(NW, RT)
+        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        pair = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        plane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        for p in gl.static_range(PIECES):
+            inside = (pair + p * NW < IN // 256) & (line >= 0) & (plane >= 0)
+            for m in gl.static_range(MATRICES):
+                at = (line + m * WIDTH) * (IN // 128) + 2 * (pair + p * NW) + plane * 0
+                own = own + (
+                    _paired_scales(scales, offset, at, k, plane + (line * 0).to(gl.int32) + pair * 0, inside, C, NW, RT),
+                )
+    else:
+        words: gl.constexpr = words_layout(NW, RT)
+        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, words))[:, None]
+        column = gl.arange(0, 8 * NW, gl.SliceLayout(0, words))[None, :]
+        group = column // 8 * 2 + column // 4 % 2
+        for p in gl.static_range(PIECES):
+            inside = (group + p * 2 * NW < IN // 128) & (line >= 0)
+            for m in gl.static_range(MATRICES):
+                at = (line + m * WIDTH) * (IN // 128) + (group + p * 2 * NW)
+                own = own + (scales_of(scales, offset, at, k, column, inside, C),)
+    return own
+
+
+@gluon.jit
+def two_planes(
+    buffers, planes, at, k, c: gl.constexpr, UNIT: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr
+):  # fmt: skip
+    """Words of planes c and c + 1, from shared memory, or as they stand; a plane that is not read may be anything."""
+    both = ()
+    for i in gl.static_range(2):
+        if c + i < CAP:
+            both = both + (buffers[(c + i) * UNITS + UNIT].load(at.type.layout),)
+        elif c + i < C:
+            both = both + (gl.load(planes[c + i].to(gl.pointer_type(gl.int32)) + at, mask=k > c + i, other=0),)
+        else:
+            both = both + (both[0],)
+    return both
+
+
+@gluon.jit
+def buffers_for(COUNT: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr, PHASES: gl.constexpr, PER_PHASE: gl.constexpr):
+    """Room for COUNT pieces of planes, one allocation each: copies into views of one would wait for each other."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(4, PER_PHASE, PHASES, [1, 0])
+    room = ()
+    for _ in gl.static_range(COUNT):
+        room = room + (gl.allocate_shared_memory(gl.int32, [16 * RT, 8 * NW], shared),)
+    return room
+
+
+@gluon.jit
+def ask_rows(
+    buffers, planes, row, first: gl.constexpr, last: gl.constexpr, most, IN: gl.constexpr, WIDTH: gl.constexpr,
+    PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+):  # fmt: skip
+    """Copy planes first … last - 1, as far as they are read, of 16 RT rows from `row` on, and of those WIDTH further."""
+    across: gl.constexpr = 2 * NWK
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // across, across], [NWK * RT, 1], [1, 0])
+    line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
+    word = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
+    for c in gl.static_range(first, last):
+        if c < most:
+            source = planes[c].to(gl.pointer_type(gl.int32)) + line * (IN // 32)
+            for p in gl.static_range(PIECES):
+                inside = word + p * 8 * NWK < IN // 32
+                for m in gl.static_range(MATRICES):
+                    at = m * WIDTH * (IN // 32) + word + p * 8 * NWK
+                    copy(buffers[(c * MATRICES + m) * PIECES + p], source + at, mask=inside)
+
+
+@gluon.jit
+def activated(
+    total, bias, at, HALF: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    ACT: gl.constexpr,
+):  # fmt: skip
+    """Sum over the warps and lanes of a row, bias and activation, fp32 [16 RT]; at: where in the bias the tile begins."""
+    if GATED:
+        apart = total.reshape([16 * RT, NW, 2, 4]).permute(0, 2, 1, 3).reshape([16 * RT, 2, 4 * NW])
+        gate, up = gl.split(gl.sum(apart, 2))
+        if BIAS:
+            own = bias + at + gl.arange(0, 16 * RT, gate.type.layout)
+            gate += gl.load(own).to(gl.float32)
+            up += gl.load(own + HALF).to(gl.float32)
+        result = activate_gated(gate, up, ACT)
+    else:
+        result = gl.sum(total, 1)
+        if BIAS:
+            result += gl.load(bias + at + gl.arange(0, 16 * RT, result.type.layout)).to(gl.float32)
+        result = activate_plain(result, ACT)
+    return result
