@@ -47,11 +47,12 @@ def decoded(weight, dtype=torch.float64):
 def multiply(x, ids, chunks, dense, bias):
     """Rows times the weights that their pairs read, in the dtype of `dense`; zeros where there is nothing to read."""
     out = torch.zeros(*ids.shape, dense.shape[2], dtype=dense.dtype, device="cuda")
-    for token, slot in ((ids < EXPERTS) & (chunks > 0)).nonzero().tolist():
-        row = x[token, slot] if x.dim() == 3 else x[token]
-        expert, k = int(ids[token, slot]), int(chunks[token, slot])
+    rows = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
+    for expert in range(EXPERTS):
         own = None if bias is None else bias[expert].to(dense.dtype)
-        out[token, slot] = F.linear(row.to(dense.dtype), dense[k - 1, expert], own)
+        for k in range(1, 9):
+            held = (ids == expert) & (chunks == k)
+            out[held] = F.linear(rows[held].to(dense.dtype), dense[k - 1, expert], own)
     return out
 
 

@@ -84,16 +84,18 @@ def test_measuring_for_real(folder, store_costs):
 
 
 def test_both_paths_get_the_same_planes_at_the_budget(folder, store_costs, monkeypatch):
-    seen = []
+    seen, spends = [], []
 
     def microseconds(calls, device):
         seen.append((paths.choose(None, 0, device), [call.args[-1] for call in calls]))
+        spends.append({call.func.__self__.spend.allocation for call in calls})
         return 1.0
 
     monkeypatch.setattr(measure, "microseconds", microseconds)
     _, (site, *_) = synthetic.with_sites(synthetic.read_config(folder), SPEC)
     tune.time_layers(tune.build_layers(site, SPEC, CPU), 12, 3.5, CPU)
     assert [path for path, _ in seen] == ["decode", "prefill"] * 2
+    assert spends == [{"dpa"}] * 2 + [{"uniform"}] * 2  # as layers tell the kernels
     for (_, one), (_, other) in (seen[:2], seen[2:]):
         assert all(torch.equal(a, b) and (a.sum(1) == 7).all() for a, b in zip(one, other, strict=True))
     assert not torch.equal(seen[0][1][0], seen[2][1][0]) and not torch.equal(seen[0][1][0], seen[0][1][1])
