@@ -176,7 +176,7 @@ def encode(card):
 
 
 def hopper(card):
-    """Every cut of the prefill kernel that only Hopper runs, for both products; for words of which lanes take two and four."""
+    """Every cut of the prefill kernel that only Hopper runs, for both products; for one, two and four words of a lane."""
     found = {}
     if card != 90:
         return found
@@ -185,8 +185,17 @@ def hopper(card):
     up, down = UP | {"TARGET": False}, DOWN | {"TARGET": True, "ACT": "", "GATED": False}
     narrow = down | {"IN": 2 * GROUP, "GROUPS": 2}  # a single stretch, after which there is nothing more to ask for
     half = up | {"GROUP": GROUP // 2, "GROUPS": 2 * HIDDEN // GROUP}
+    quarter = up | {"GROUP": GROUP // 4, "GROUPS": 4 * HIDDEN // GROUP}
     wide = {"TIED": True, "IN": 4 * INNER, "GROUPS": 4 * INNER // GROUP}
-    kinds = {"up": up, "down": down, "narrow": narrow, "half": half, "tied up": up | wide, "tied down": down | wide}
+    kinds = {
+        "up": up,
+        "down": down,
+        "narrow": narrow,
+        "half": half,
+        "quarter": quarter,
+        "tied up": up | wide,
+        "tied down": down | wide,
+    }
     for name, sizes in kinds.items():
         for one_k in (False, True):
             weight = weight_of(sizes)
