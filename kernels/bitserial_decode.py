@@ -71,8 +71,8 @@ def up_kernel(
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NW - 1) // (256 * NW)
     EARLY: gl.constexpr = min(K_MIN, CAP, 2)
-    tile, pair = gl.program_id(0), gl.program_id(1)
-    token, slot = (pair // A).to(gl.int64), pair % A
+    tile, pair, slot = gl.program_id(0), gl.program_id(1), gl.program_id(1) % A
+    token = (pair // A).to(gl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: the next kernel reads ids and gates before its own wait
@@ -84,17 +84,16 @@ def up_kernel(
         chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
     )  # fmt: skip
-    if RULE != "given":  # noqa: SIM102
-        if tile == 0:
-            gl.store(chunks + token * chunks_token + slot * chunks_slot, k)
+    if RULE != "given":
+        gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=tile == 0)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if k > 0:
         total = _up_rows(
             x + token * x_token + slot * x_slot, buffers, planes, scales, offset, first_row, k,
             IN, C, CAP, NW, WIDTH, PIECES, MATRICES,
         )  # fmt: skip
-        sums = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW, 1)
-        result = activated(sums, bias, first_row, WIDTH, GATED, BIAS, ACT)
+        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW, 1)
+        result = activated(result, bias, first_row, WIDTH, GATED, BIAS, ACT)
         out = hidden + pair.to(gl.int64) * WIDTH + tile * 16
         gl.store(out + gl.arange(0, 16, result.type.layout), result.to(hidden.dtype.element_ty))
 
