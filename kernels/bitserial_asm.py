@@ -76,11 +76,11 @@ mov.b32 z, 0; mov.f32 d0, $4; mov.f32 d1, $5; mov.f32 d2, $6; mov.f32 d3, $7;
 mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
 
 
-def _halves(name: str, registers: tuple[str, str]) -> str:
-    """Four fp16 numbers in two registers as fp32."""
+def _halves(first: str, second: str) -> str:
+    """The scales of row g (one register: group 2w low, 2w + 1 high) and of row g + 8 as fp32: p0, p2 and p1, p3."""
     lines = [
-        f"mov.b32 {{h0, h1}}, {register}; cvt.f32.f16 {name}{2 * i}, h0; cvt.f32.f16 {name}{2 * i + 1}, h1;"
-        for i, register in enumerate(registers)
+        f"mov.b32 {{h0, h1}}, {register}; cvt.f32.f16 p{row}, h0; cvt.f32.f16 p{row + 2}, h1;"
+        for row, register in enumerate((first, second))
     ]
     return " ".join(lines) + "\n"
 
@@ -102,9 +102,9 @@ def _rows(first: int) -> tuple[str, str]:
 
 
 def _scale(first: int) -> str:
-    """Rows 4-7 plus scales 12-13 times (2 dots 8-11 minus the sums), sliced rows 14-17 and 18-21."""
+    """Rows 4-7 plus scales 12-13 times (2 dots 8-11 minus the sums), sliced rows 16-19 and 20-23."""
     taken, put = _rows(first)
-    text = _HEAD + _steps(16, 20) + "neg.f32 q0, q0; neg.f32 q1, q1;\n" + taken + _halves("p", ("$12", "$13"))
+    text = _HEAD + _steps(18, 22) + "neg.f32 q0, q0; neg.f32 q1, q1;\n" + taken + _halves("$12", "$13")
     text += "mul.f32 p0, p0, s0; mul.f32 p1, p1, s0; mul.f32 p2, p2, s1; mul.f32 p3, p3, s1;\n"
     for dot, total, scale, row in ((8, "q0", 0, 0), (9, "q1", 2, 0), (10, "q0", 1, 1), (11, "q1", 3, 1)):
         text += f"fma.rn.f32 t, ${dot}, {_float(2 * SUBNORMALS)}, {total}; fma.rn.f32 a{row}, p{scale}, t, a{row};\n"
@@ -112,9 +112,9 @@ def _scale(first: int) -> str:
 
 
 def _offset(first: int) -> str:
-    """Rows 4-7 plus offsets 8-9 times what the activations add up to, sliced rows 10-13 and 14-17."""
+    """Rows 4-7 plus offsets 8-9 times what the activations add up to, sliced rows 12-15 and 16-19."""
     taken, put = _rows(first)
-    text = _HEAD + _steps(12, 16) + "mul.f32 s0, s0, q0; mul.f32 s1, s1, q1;\n" + taken + _halves("p", ("$8", "$9"))
+    text = _HEAD + _steps(14, 18) + "mul.f32 s0, s0, q0; mul.f32 s1, s1, q1;\n" + taken + _halves("$8", "$9")
     text += "fma.rn.f32 a0, p0, s0, a0; fma.rn.f32 a0, p2, s1, a0; fma.rn.f32 a1, p1, s0, a1; fma.rn.f32 a1, p3, s1, a1;\n"
     return text + put
 
@@ -148,7 +148,7 @@ MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in 
 SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = (
     gl.constexpr(_scale(0)),
     gl.constexpr(_scale(2)),
-    _letters("ffff", "f" * 8 + "r" * 10),
+    _letters("ffff", "f" * 8 + "r" * 12),
 )
 OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
-OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 10)
+OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 12)

@@ -19,10 +19,14 @@ from dpamoe.kernels.bitserial_product import (
     column_weights,
     copy,
     cut,
+    pair_places,
+    pairs_layout,
     places,
+    room_for_sums,
     scaled,
     scales_of,
     scales_of_rows,
+    summed,
     two_planes,
     with_offset,
     words_layout,
@@ -67,8 +71,8 @@ def up_kernel(
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NW - 1) // (256 * NW)
     EARLY: gl.constexpr = min(K_MIN, CAP, 2)
-    tile, pair = gl.program_id(0), gl.program_id(1)
-    token, slot = (pair // A).to(gl.int64), pair % A
+    tile, pair, slot = gl.program_id(0), gl.program_id(1), gl.program_id(1) % A
+    token = (pair // A).to(gl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: the next kernel reads ids and gates before its own wait
@@ -80,16 +84,16 @@ def up_kernel(
         chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
     )  # fmt: skip
-    if RULE != "given":  # noqa: SIM102
-        if tile == 0:
-            gl.store(chunks + token * chunks_token + slot * chunks_slot, k)
+    if RULE != "given":
+        gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=tile == 0)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if k > 0:
         total = _up_rows(
             x + token * x_token + slot * x_slot, buffers, planes, scales, offset, first_row, k,
             IN, C, CAP, NW, WIDTH, PIECES, MATRICES,
         )  # fmt: skip
-        result = activated(total, bias, first_row, WIDTH, NW, 1, GATED, BIAS, ACT)
+        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW, 1)
+        result = activated(result, bias, first_row, WIDTH, GATED, BIAS, ACT)
         out = hidden + pair.to(gl.int64) * WIDTH + tile * 16
         gl.store(out + gl.arange(0, 16, result.type.layout), result.to(hidden.dtype.element_ty))
 
@@ -177,7 +181,7 @@ def down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW)
-    result = gl.sum(whole, 1)
+    result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW, 1), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
         result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)
@@ -209,6 +213,13 @@ def _spread(value, layout: gl.constexpr, NW: gl.constexpr):
     value = gl.convert_layout(value, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(layout, NW))), assert_trivial=True)
     whole = value[None, :, None].broadcast_to([16, NW, 8]).reshape([16, 8 * NW])
     return gl.convert_layout(whole, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _beside(value, NW: gl.constexpr):
+    """One number of each warp [NW], along the middle of `pairs_layout`."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(NW)))
+    return gl.convert_layout(value, layout, assert_trivial=True)[None, :, None]
 
 
 @gluon.jit
@@ -254,17 +265,18 @@ def _places_of(
     found, scales, offset, first_input, first_row, IN: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
 ):  # fmt: skip
     """Of each piece: planes, where its words stand, gate, where its inputs begin, the first one's number, scales."""
-    r, column, input_, second = places(NW)
+    r, column, input_, _ = places(NW)
+    line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
     pieces = ()
     for p in gl.static_range(PIECES):
         k, row, slot, pair, gate = found[p]
-        k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
-        group = 2 * pair + second
-        own = scales_of(scales, offset, row * (IN // 128) + group, k, column, group < IN // 128, C)
+        of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
+        scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
         source = first_input + _spread(slot, words, NW) * IN
+        k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
         at = row * (IN // 32) + (pair * 8 + column % 8)
-        pieces = pieces + ((k, at, _spread(gate, words, NW), source, pair * 256 + input_, own),)
+        pieces = pieces + ((k, at, _spread(gate, words, NW), source, pair * 256 + input_, scale),)
     return pieces
 
 

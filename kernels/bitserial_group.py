@@ -11,8 +11,10 @@ from dpamoe.kernels.bitserial_product import (
     ask_rows,
     buffers_for,
     column_weights,
+    room_for_sums,
     scaled,
     scales_of_rows,
+    summed,
     two_planes,
     with_offset,
     words_layout,
@@ -64,7 +66,7 @@ def group_kernel(
         r = gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
         column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
         own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
-        weights = column_weights((column + r) * 0)
+        weights, room = column_weights((column + r) * 0), room_for_sums(MATRICES, NWK)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
         X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)
         async_copy.wait_group(0)
@@ -72,7 +74,7 @@ def group_kernel(
             next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
             later = _both(bits, next_pair, SHARING, IN, PIECES, NWK, RT)
             total = _rows(X, Y, own, buffers, planes, row + r, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
-            result = activated(total, bias, row, WIDTH, NWK, RT, GATED, BIAS, ACT)
+            result = activated(summed(total, room, MATRICES, NWK, RT), bias, row, WIDTH, GATED, BIAS, ACT)
             at = tile + gl.arange(0, 16 * RT, result.type.layout)
             gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
             pair, k, X, Y = next_pair, next_k, later[0], later[1]
@@ -97,11 +99,11 @@ def _rows(
     many = (column + row.to(gl.int32)) * 0 + k
     for p in gl.static_range(PIECES):
         for m in gl.static_range(MATRICES):
-            zero, low, high = own[p * MATRICES + m]
-            total = with_offset(total, gl.where(many > 0, zero, 0.0), X[p], Y[p], m == 1)
+            found = own[p * MATRICES + m]
+            total = with_offset(total, gl.where(many > 0, found[0], 0), X[p], Y[p], m == 1)
             for first in gl.static_range(0, C, 4):
                 if first < k:
-                    scale = gl.where(column % 4 + many * 0 < k - first, low if first == 0 else high, 0.0)
+                    scale = gl.where(column % 4 + many * 0 < k - first, found[1 + first // 4], 0)
                     at = (row + m * WIDTH) * (IN // 32) + (column + p * 8 * NWK)
                     total = _planes(
                         total, first, buffers, planes, at, scale, X[p], Y[p], weights, many, k,

@@ -92,31 +92,8 @@ def with_offset(total, offset, X, Y, SECOND: gl.constexpr):
     return gl.inline_asm_elementwise(code, OFFSET_LETTERS, [total, offset, X, Y], gl.float32, True, 4)
 
 
-@gluon.jit
-def _own_scales(scales, first: gl.constexpr, at, k, column, inside, C: gl.constexpr):
-    """Scales of planes `first` to `first` + 3, to each lane those of its own one; 0 where it is not read."""
-    own = column % 4
-    address = scales[first].to(gl.int64) + own.to(gl.int64) * 0
-    for j in gl.static_range(1, 4):
-        if first + j < C:
-            address = gl.where(own == j, scales[first + j].to(gl.int64), address)
-    source = address.to(gl.pointer_type(gl.float16))
-    return gl.load(source + at, mask=inside & (first + own < k), other=0.0)
-
-
-@gluon.jit
-def scales_of(scales, offset, at, k, column, inside, C: gl.constexpr):
-    """Offset of a pair of groups, and scales of planes 0 to 3 and 4 to 7."""
-    zero = gl.load(offset + at, mask=inside & (column % 4 == 0) & (k > 0), other=0.0)
-    low = _own_scales(scales, 0, at, k, column, inside, C)
-    high = low
-    if C > 4:
-        high = _own_scales(scales, 4, at, k, column, inside, C)
-    return zero, low, high
-
-
 @gluon.constexpr_function
-def pairs_layout(NW, RT):
+def pairs_layout(NW, RT=1):
     """[16 RT, NW, 4]: what words 8w … 8w + 7 of a row have in common for both groups, for each word c of four."""
     warps = [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)] + [[16 << i, 0, 0] for i in range(RT.bit_length() - 1)]
     lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -124,25 +101,45 @@ def pairs_layout(NW, RT):
 
 
 @gluon.jit
-def _both_groups(source, inside, NW: gl.constexpr, RT: gl.constexpr):
-    """Two fp16 numbers that stand side by side, read as one, as words [16 RT, 8 NW]; source: pointers [16 RT, NW, 4]."""
-    both = gl.load(source.to(gl.pointer_type(gl.int32)), mask=inside, other=0)
-    first = (both & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
-    second = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True)
-    whole = gl.join(first, second).permute(0, 1, 3, 2).reshape([16 * RT, 8 * NW])
+def pair_places(NW: gl.constexpr, RT: gl.constexpr):
+    """Row, pair of groups and word of four in `pairs_layout`, each along its dimension."""
+    layout: gl.constexpr = pairs_layout(NW, RT)
+    row = gl.arange(0, 16 * RT, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    pair = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    return row, pair, gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+
+
+@gluon.jit
+def _both_groups(source, inside, second, NW: gl.constexpr, RT: gl.constexpr, ALIGNED: gl.constexpr):
+    """Two fp16 numbers that follow one another in one int32, as words [16 RT, 8 NW] (the same for both groups).
+
+    source: pointers [16 RT, NW, 4], ALIGNED to 4 bytes; inside: which are read, second: of those also the second number.
+    """
+    if ALIGNED:
+        both = gl.load(source.to(gl.pointer_type(gl.int32)), mask=inside, other=0)
+    else:
+        low = gl.load(source, mask=inside, other=0.0).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        both = low | (gl.load(source + 1, mask=inside & second, other=0.0).to(gl.int16, bitcast=True).to(gl.int32) << 16)
+    whole = gl.join(both, both).permute(0, 1, 3, 2).reshape([16 * RT, 8 * NW])
     return gl.convert_layout(whole, words_layout(NW, RT), assert_trivial=True)
 
 
 @gluon.jit
-def _paired_scales(scales, offset, at, k, own, inside, C: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
-    """`scales_of` where the two groups of a pair stand side by side on 4 bytes."""
-    found = (_both_groups(offset + at, inside & (own == 0) & (k > 0), NW, RT),)
+def scales_of(scales, offset, row, pair, own, k, IN: gl.constexpr, C: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
+    """Offset of a pair of groups, and scales of planes 0 to 3 and 4 to 7, to each lane those of its own; 0 if not read.
+
+    row, pair, own (word of four), k: of a shape that spreads to [16 RT, NW, 4]; results as `_both_groups` gives them.
+    """
+    at = row * (IN // 128) + 2 * pair + own * 0
+    own, first_there, both_there = own + (at * 0).to(gl.int32), pair < (IN + 255) // 256, 2 * pair + 1 < IN // 128
+    ALIGNED: gl.constexpr = IN % 256 == 0
+    found = (_both_groups(offset + at, (own == 0) & (k > 0) & first_there, both_there, NW, RT, ALIGNED),)
     for first in gl.static_range(0, C, 4):
         address = scales[first].to(gl.int64) + own.to(gl.int64) * 0
         for j in gl.static_range(1, min(4, C - first)):
             address = gl.where(own == j, scales[first + j].to(gl.int64), address)
         source = address.to(gl.pointer_type(gl.float16)) + at
-        found = found + (_both_groups(source, inside & (first + own < k), NW, RT),)
+        found = found + (_both_groups(source, (first + own < k) & first_there, both_there, NW, RT, ALIGNED),)
     return found
 
 
@@ -152,30 +149,12 @@ def scales_of_rows(
     MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
     """`scales_of` of 16 RT rows from `row` on, for each piece of 256 NW inputs and each matrix (the second WIDTH rows on)."""
-    own = ()
-    if IN % 256 == 0:
-        layout: gl.constexpr = pairs_layout(NW, RT)
-        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        pair = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-        plane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        for p in gl.static_range(PIECES):
-            inside = (pair + p * NW < IN // 256) & (line >= 0) & (plane >= 0)
-            for m in gl.static_range(MATRICES):
-                at = (line + m * WIDTH) * (IN // 128) + 2 * (pair + p * NW) + plane * 0
-                own = own + (
-                    _paired_scales(scales, offset, at, k, plane + (line * 0).to(gl.int32) + pair * 0, inside, C, NW, RT),
-                )
-    else:
-        words: gl.constexpr = words_layout(NW, RT)
-        line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, words))[:, None]
-        column = gl.arange(0, 8 * NW, gl.SliceLayout(0, words))[None, :]
-        group = column // 8 * 2 + column // 4 % 2
-        for p in gl.static_range(PIECES):
-            inside = (group + p * 2 * NW < IN // 128) & (line >= 0)
-            for m in gl.static_range(MATRICES):
-                at = (line + m * WIDTH) * (IN // 128) + (group + p * 2 * NW)
-                own = own + (scales_of(scales, offset, at, k, column, inside, C),)
-    return own
+    line, pair, own = pair_places(NW, RT)
+    found = ()
+    for p in gl.static_range(PIECES):
+        for m in gl.static_range(MATRICES):
+            found = found + (scales_of(scales, offset, row + m * WIDTH + line, pair + p * NW, own, k, IN, C, NW, RT),)
+    return found
 
 
 @gluon.jit
@@ -224,23 +203,46 @@ def ask_rows(
                     copy(buffers[(c * MATRICES + m) * PIECES + p], source + at, mask=inside)
 
 
+@gluon.constexpr_function
+def sums_layout(MATRICES, NW):
+    """What NW warps found for 16 rows of each matrix, [16, MATRICES, NW], all of a row in one lane, the same in every warp."""
+    few = NW.bit_length() - 1
+    regs = [[0, 1, 0]] * (MATRICES - 1) + [[0, 0, 1 << i] for i in range(few)]
+    lanes = [[1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0], [0, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[0, 0, 0]] * few, [], [16, MATRICES, NW])
+
+
 @gluon.jit
-def activated(
-    total, bias, at, HALF: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
-    ACT: gl.constexpr,
-):  # fmt: skip
-    """Sum over the warps and lanes of a row, bias and activation, fp32 [16 RT]; at: where in the bias the tile begins."""
+def room_for_sums(MATRICES: gl.constexpr, NW: gl.constexpr):
+    """Shared memory in which the warps of a tile of 16 rows exchange what they found, rows side by side: no bank conflicts."""
+    return gl.allocate_shared_memory(gl.float32, [16, MATRICES, NW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0, 2]))
+
+
+@gluon.jit
+def summed(total, room, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
+    """Sum over the words of a row: fp32 [16 RT, MATRICES]; the warps of one tile exchange their sums by way of `room`."""
+    if NW == 1:
+        result = gl.sum(total.reshape([16 * RT, MATRICES, 8 // MATRICES]), 2)
+    else:
+        apart = total.reshape([16, NW, 2, 4]) if MATRICES == 2 else total.reshape([16, NW, 1, 8])
+        room.store(gl.sum(apart, 3).permute(0, 2, 1))
+        result = gl.sum(room.load(sums_layout(MATRICES, NW)), 2)
+    return result
+
+
+@gluon.jit
+def activated(sums, bias, at, HALF: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACT: gl.constexpr):
+    """Bias and activation of rows, fp32 [R, 1], or [R, 2] where GATED, to [R]; at: where in the bias the tile begins."""
     if GATED:
-        apart = total.reshape([16 * RT, NW, 2, 4]).permute(0, 2, 1, 3).reshape([16 * RT, 2, 4 * NW])
-        gate, up = gl.split(gl.sum(apart, 2))
+        gate, up = gl.split(sums)
         if BIAS:
-            own = bias + at + gl.arange(0, 16 * RT, gate.type.layout)
+            own = bias + at + gl.arange(0, gate.shape[0], gate.type.layout)
             gate += gl.load(own).to(gl.float32)
             up += gl.load(own + HALF).to(gl.float32)
         result = activate_gated(gate, up, ACT)
     else:
-        result = gl.sum(total, 1)
+        result = gl.sum(sums, 1)
         if BIAS:
-            result += gl.load(bias + at + gl.arange(0, 16 * RT, result.type.layout)).to(gl.float32)
+            result += gl.load(bias + at + gl.arange(0, result.shape[0], result.type.layout)).to(gl.float32)
         result = activate_plain(result, ACT)
     return result
