@@ -1,9 +1,9 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
-"hopper" or "all".
-Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
-spilled registers.
+"hopper", "bits" or "all".
+Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
+spilled registers, and how many 1-bit products its code has.
 """
 
 import json
@@ -12,12 +12,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dpamoe.kernels import (
+    paths,
     triton_allocate,
     triton_decode,
     triton_encode,
@@ -60,8 +64,9 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, **options
         file.write(made.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        listing = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {"shared": made.metadata.shared, "spills": sum(map(int, re.findall(r"STACK:(\d+)", listing)))}
+        listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    stack = sum(map(int, re.findall(r"STACK:(\d+)", listing)))
+    return {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\bBMMA\b", listing))}
 
 
 def decode(card):
@@ -189,7 +194,63 @@ def hopper(card):
     return found
 
 
-SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper}
+def bits(card):
+    """The kernels of the 1-bit products, as `bitserial_experts` launches them, on the cards that have such products."""
+    if (card // 10, card % 10) not in paths.BIT_CARDS:
+        return {}
+    from dpamoe.kernels import bitserial_decode, bitserial_group, bitserial_rows
+
+    sizes = {"A": ACTIVE, "N": ACTIVE, "E": EXPERTS, "C": PLANES, "BIAS": False, "NW": 8}
+    few_up = sizes | {"OUT": 2 * INNER, "IN": HIDDEN, "GATED": True, "ACT": "silu_mul", "CAP": planes_held(card, 16, 3)}
+    few_down = sizes | {"OUT": HIDDEN, "IN": INNER, "CAP": planes_held(card, 24, 1)}
+    many_up = few_up | {"CAP": planes_held(card, 16, 3), "NWK": 8, "RT": 1}
+    many_down = few_down | {"GATED": False, "ACT": "", "CAP": planes_held(card, 12, 4), "NWK": 1, "RT": 4}
+    rules = {"given": (0, 0), "rank": (2, 0), "threshold": (0, PLANES)}
+    found = {}
+    for rule, (k_min, columns) in rules.items():
+        source = {"RULE": rule, "K_MIN": k_min, "COLUMNS": columns}
+        found[f"bits up {rule}"] = bits_kernel(card, bitserial_decode.up_kernel, few_up | source)
+        order = sizes | source | {"IN": HIDDEN, "P": 512, "SOME": 8, "PARTS": 1}
+        found[f"bits order {rule}"] = bits_kernel(card, bitserial_rows.order_kernel, order)
+    for k_min in (0, 2):
+        least = {"GIVEN": k_min == 0, "K_MIN": k_min}
+        found[f"bits down {k_min}"] = bits_kernel(card, bitserial_decode.down_kernel, few_down | least)
+        found[f"bits many up {k_min}"] = bits_kernel(card, bitserial_group.group_kernel, many_up | {"LEAST": k_min}, maxnreg=80)
+        found[f"bits many down {k_min}"] = bits_kernel(
+            card, bitserial_group.group_kernel, many_down | {"LEAST": k_min}, warps=4, maxnreg=128
+        )
+    one_by_one = order | {"P": 64, "SOME": 0}
+    found["bits order of few"] = bits_kernel(card, bitserial_rows.order_kernel, one_by_one)
+    found["bits cut"] = bits_kernel(card, bitserial_rows.cut_kernel, {"IN": INNER, "NW": 4}, {"x": "*fp32"}, 4)
+    return found
+
+
+def bits_kernel(card, kernel, constants, types=None, warps=8, **options):
+    """One kernel of the 1-bit products, which begins before the one before it has ended where the card has that."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    numbers = {"bits": "*i32", "ks": "*i32", "entries": "*i32", "hidden": "*fp32"} | ({} if types is None else types)
+    if "NWK" in constants:
+        numbers["out"] = "*fp32"
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names} | {"PDL": card >= 90}
+    options |= {"launch_pdl": True} if card >= 90 else {}
+    return compile_for(card, kernel, constants, numbers, GluonASTSource, num_warps=warps, **options)
+
+
+def planes_held(card, pieces, programs):
+    """As `bitserial_experts.planes_held` has it for this card."""
+    from dpamoe.kernels import bitserial_experts
+
+    kib = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}[card]  # of shared memory on a multiprocessor; a program takes 1 less
+    room = SimpleNamespace(shared_memory_per_multiprocessor=1024 * kib, shared_memory_per_block_optin=1024 * (kib - 1))
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: room):
+        return bitserial_experts.planes_held(pieces, programs, torch.device("cuda"))
+
+
+SETS = {
+    "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
+    "bits": bits,
+}  # fmt: skip
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]
