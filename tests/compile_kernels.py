@@ -1,7 +1,7 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
-"hopper", "bits" or "all".
+"hopper", "bits", "few bits" (its kernels for one token) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, and how many 1-bit products its code has.
 """
@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dpamoe.kernels import (
+    allocation,
     paths,
     triton_allocate,
     triton_decode,
@@ -31,6 +34,7 @@ from dpamoe.kernels import (
     triton_sort,
     triton_threshold,
 )
+from dpamoe.kernels.layout import EncodedWeight
 
 EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
 TYPES = {
@@ -47,8 +51,8 @@ UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": 
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
 
 
-def compile_for(card, kernel, constants, types=None, source=ASTSource, **options):
-    """Shared memory and stack of one kernel, bytes."""
+def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples=MULTIPLES_OF_16, **options):
+    """Shared memory and stack of one kernel, bytes, and its 1-bit products; multiples: numbers that are some of 16."""
     types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -57,7 +61,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, **options
         signature[name] = types.get(name, "i32")
         if isinstance(signature[name], tuple):
             hints |= {(position, i): [["tt.divisibility", 16]] for i in range(len(signature[name]))}
-        elif signature[name].startswith("*") or name in MULTIPLES_OF_16:
+        elif signature[name].startswith("*") or name in multiples:
             hints[(position,)] = [["tt.divisibility", 16]]
     made = triton.compile(source(kernel, signature, values, hints), target=GPUTarget("cuda", card, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -194,62 +198,89 @@ def hopper(card):
     return found
 
 
-def bits(card):
-    """The kernels of the 1-bit products, as `bitserial_experts` launches them, on the cards that have such products."""
+class Compiled:
+    """Stands in for a kernel that is launched: compiles it for a card as that launch would."""
+
+    def __init__(self, kernel, card, found, path):
+        self.kernel, self.card, self.found, self.path = kernel, card, found, path
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        given = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        given |= {name: options.pop(name) for name in self.kernel.arg_names if name in options}
+        fixed = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
+        constants = {name: value for name, value in given.items() if name in fixed or (isinstance(value, int) and value == 1)}
+        types = {name: type_of(value) for name, value in given.items() if name not in constants}
+        multiples = [name for name, value in given.items() if isinstance(value, int) and value % 16 == 0]
+        options = {name: value for name, value in options.items() if value is not None}
+        name = " ".join([self.path, self.kernel.__name__, *(f"{key}={constants[key]}" for key in NAMED if key in constants)])
+        if name not in self.found:
+            self.found[name] = compile_for(self.card, self.kernel, constants, types, GluonASTSource, multiples, **options)
+
+
+def type_of(value):
+    """What the compiler calls a tensor, several, or a number."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    return f"*{POINTED[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
+
+
+POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+           torch.uint8: "u8"}  # fmt: skip
+NAMED = ("RULE", "GIVEN", "K_MIN", "LEAST", "SOME", "OUT")  # what tells launches of a kernel apart
+SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
+
+
+def bits(card, batches=(1, 5, 16)):
+    """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}
-    from dpamoe.kernels import bitserial_decode, bitserial_group, bitserial_rows
+    from dpamoe.kernels import bitserial_experts
 
-    sizes = {"A": ACTIVE, "N": ACTIVE, "E": EXPERTS, "C": PLANES, "BIAS": False, "NW": 8}
-    few_up = sizes | {"OUT": 2 * INNER, "IN": HIDDEN, "GATED": True, "ACT": "silu_mul", "CAP": planes_held(card, 16, 3)}
-    few_down = sizes | {"OUT": HIDDEN, "IN": INNER, "CAP": planes_held(card, 24, 1)}
-    many_up = few_up | {"CAP": planes_held(card, 16, 3), "NWK": 8, "RT": 1}
-    many_down = few_down | {"GATED": False, "ACT": "", "CAP": planes_held(card, 12, 4), "NWK": 1, "RT": 4}
-    rules = {"given": (0, 0), "rank": (2, 0), "threshold": (0, PLANES)}
-    found = {}
-    for rule, (k_min, columns) in rules.items():
-        source = {"RULE": rule, "K_MIN": k_min, "COLUMNS": columns}
-        found[f"bits up {rule}"] = bits_kernel(card, bitserial_decode.up_kernel, few_up | source)
-        order = sizes | source | {"IN": HIDDEN, "P": 512, "SOME": 8, "PARTS": 1}
-        found[f"bits order {rule}"] = bits_kernel(card, bitserial_rows.order_kernel, order)
-    for k_min in (0, 2):
-        least = {"GIVEN": k_min == 0, "K_MIN": k_min}
-        found[f"bits down {k_min}"] = bits_kernel(card, bitserial_decode.down_kernel, few_down | least)
-        found[f"bits many up {k_min}"] = bits_kernel(card, bitserial_group.group_kernel, many_up | {"LEAST": k_min}, maxnreg=80)
-        found[f"bits many down {k_min}"] = bits_kernel(
-            card, bitserial_group.group_kernel, many_down | {"LEAST": k_min}, warps=4, maxnreg=128
-        )
-    one_by_one = order | {"P": 64, "SOME": 0}
-    found["bits order of few"] = bits_kernel(card, bitserial_rows.order_kernel, one_by_one)
-    found["bits cut"] = bits_kernel(card, bitserial_rows.cut_kernel, {"IN": INNER, "NW": 4}, {"x": "*fp32"}, 4)
+    found, room = {}, SHARED[card] * 1024
+    facts = SimpleNamespace(shared_memory_per_multiprocessor=room, shared_memory_per_block_optin=room - 1024)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
+        stack.enter_context(mock.patch.object(bitserial_experts, "combine", lambda *given: None))
+        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel"):
+            stand_in = Compiled(getattr(bitserial_experts, name), card, found, "bits")
+            stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))
+        for tokens in batches:
+            launch_bits(bitserial_experts.ffn, tokens)
     return found
 
 
-def bits_kernel(card, kernel, constants, types=None, warps=8, **options):
-    """One kernel of the 1-bit products, which begins before the one before it has ended where the card has that."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    numbers = {"bits": "*i32", "ks": "*i32", "entries": "*i32", "hidden": "*fp32"} | ({} if types is None else types)
-    if "NWK" in constants:
-        numbers["out"] = "*fp32"
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names} | {"PDL": card >= 90}
-    options |= {"launch_pdl": True} if card >= 90 else {}
-    return compile_for(card, kernel, constants, numbers, GluonASTSource, num_warps=warps, **options)
-
-
-def planes_held(card, pieces, programs):
-    """As `bitserial_experts.planes_held` has it for this card."""
-    from dpamoe.kernels import bitserial_experts
-
-    kib = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}[card]  # of shared memory on a multiprocessor; a program takes 1 less
-    room = SimpleNamespace(shared_memory_per_multiprocessor=1024 * kib, shared_memory_per_block_optin=1024 * (kib - 1))
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: room):
-        return bitserial_experts.planes_held(pieces, programs, torch.device("cuda"))
+def launch_bits(ffn, tokens):
+    """One call with each source of k, on tensors that hold nothing."""
+    empty = partial(torch.empty, device="meta")
+    sizes = (tokens, ACTIVE)
+    gates, chunks, k_max = empty(sizes, dtype=torch.bfloat16), empty(sizes, dtype=torch.int32), empty((), dtype=torch.int32)
+    up, down = (
+        EncodedWeight(
+            [empty(EXPERTS, rows, width // 8, dtype=torch.uint8) for _ in range(PLANES)],
+            [empty(EXPERTS, rows, width // GROUP, dtype=torch.float16) for _ in range(PLANES)],
+            empty(EXPERTS, rows, width // GROUP, dtype=torch.float16), None, width, GROUP,
+        )
+        for rows, width in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )  # fmt: skip
+    sources = (
+        None,
+        allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2),
+        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max),
+    )
+    for source in sources:
+        ids = empty(sizes, dtype=torch.int64)
+        ffn(empty(tokens, HIDDEN, dtype=torch.bfloat16), ids, gates, chunks, up, None, down, None, "silu_mul", source)
 
 
 SETS = {
     "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
-    "bits": bits,
+    "bits": bits, "few bits": partial(bits, batches=(1,)),
 }  # fmt: skip
 
 if __name__ == "__main__":
