@@ -232,7 +232,7 @@ def _range(ids, chunks, strides, A: gl.constexpr, N: gl.constexpr, E: gl.constex
     slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
     expert = gl.load(ids + slot * strides[0], mask=slot < A, other=E)
     k = gl.load(chunks + slot * strides[1], mask=slot < A, other=0)
-    k = gl.where(is_held(expert, E), k, 0)
+    k = gl.where(is_held(expert, E), k, 0).to(gl.int32)
     return gl.min(gl.where(k > 0, k, C), 0), gl.max(k, 0)
 
 
@@ -284,7 +284,7 @@ def _piece(
     expert = gl.load(ids + slot * strides[0])
     there = is_held(expert, E) & (number < A * PAIRS)
     k = gl.load(chunks + slot * strides[1]) if KNOWN else slot * 0 + 8
-    k = gl.where(there, k, 0)
+    k = gl.where(there, k, 0).to(gl.int32)
     row = gl.where(there, expert, 0).to(gl.int64) * OUT + tile * 16
     return _spread(k, layout, NW), _spread(row, layout, NW), _spread(slot, layout, NW), _spread(pair, layout, NW)
 
