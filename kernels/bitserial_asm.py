@@ -9,6 +9,7 @@ import struct
 from triton.experimental.gluon import language as gl
 
 SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
+SMALLEST = 2.0**-100  # largest input of a group from which steps follow it: 32767 through it is finite
 
 
 def _float(value: float) -> str:
@@ -37,10 +38,10 @@ def _swap(word: str, bit: int) -> str:
 def _slice() -> str:
     swaps = "".join(_swap(word, bit) for bit in (3, 4, 0, 1, 2) for word in ("low", "high"))
     return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, u, other, lane, low, high; .reg .pred upper;
-abs.f32 most, $4; abs.f32 next, $5; max.f32 most, most, next;
-abs.f32 next, $6; max.f32 most, most, next; abs.f32 next, $7; max.f32 most, most, next;
-mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; mul.f32 step, most, {_float(1 / 32767)};
-max.f32 most, most, {_float(2.0**-126)}; rcp.approx.f32 most, most; mul.f32 most, most, {_float(32767.0)};
+abs.f32 most, $4; abs.f32 next, $5; max.NaN.f32 most, most, next;
+abs.f32 next, $6; max.NaN.f32 most, most, next; abs.f32 next, $7; max.NaN.f32 most, most, next;
+mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; max.NaN.f32 most, most, {_float(SMALLEST)};
+mul.f32 step, most, {_float(1 / 32767)}; rcp.approx.f32 most, most; mul.f32 most, most, {_float(32767.0)};
 mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
 mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
 add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;

@@ -24,6 +24,7 @@ MOST_PAIRS = 1024  # that are put in order by comparing each with each
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
+REGISTERS = 1 << 16  # of a multiprocessor
 
 
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
@@ -123,13 +124,13 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
     active, experts, pairs, device = ids.shape[1], up.offset.shape[0], ids.numel(), x.device
     bits, order = order_pairs(x, ids, chunks, up, source)
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
-    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3, registers=80)
+    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3)
     inner = torch.empty(pairs, 256 * pieces_of(down.in_features, 1), dtype=torch.int32, device=device)
     cut_kernel[(pairs, pieces_of(down.in_features, 4))](
         hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, **_launch(device, 4)
     )
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
-    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, registers=128)
+    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4)
     combine(rows, ids, chunks, gates, experts, out)
 
 
@@ -162,9 +163,15 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
 
 def _group(
     bits: Tensor, by: Order, weight: EncodedWeight, bias: Tensor | None, out: Tensor, sharing: int, activation: str,
-    along: int, tiles: int, programs: int, registers: int | None,
+    along: int, tiles: int, programs: int,
 ) -> None:  # fmt: skip
-    """out [P, rows] = act(W_k x + bias): along warps share the inputs of 16 rows, in each of so many tiles."""
+    """out [P, rows] = act(W_k x + bias): along warps share the inputs of 16 rows, in each of so many tiles.
+
+    programs: how many share a multiprocessor from Hopper on; one less before, where fewer planes stand in shared memory, so
+    that those read as they stand are not spilled.
+    """
+    programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
+    registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
     gated = activation != "" and is_gated(activation)
     pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](

@@ -76,7 +76,7 @@ def planes_of_token(
     else:
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         k = gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
-        k = gl.where(is_held(expert, E), k, 0)
+        k = gl.where(is_held(expert, E), k, 0).to(gl.int32)
     return k
 
 
@@ -100,5 +100,5 @@ def planes_of_slot(
         )
     else:
         k = gl.load(chunks + token * chunks_token + own * chunks_slot)
-        k = gl.where(is_held(gl.load(ids + token * ids_token + own * ids_slot), E), k, 0)
+        k = gl.where(is_held(gl.load(ids + token * ids_token + own * ids_slot), E), k, 0).to(gl.int32)
     return k

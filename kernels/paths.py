@@ -78,13 +78,13 @@ class Costs:
     def prefill_from(self) -> int | None:
         """Smallest measured number of tokens from which prefill is faster at all larger ones; None for never."""
         both = {tokens: times for tokens, times in self.microseconds.items() if times.keys() >= {"decode", "prefill"}}
-        few = {tokens: min(us for path, us in times.items() if path != "prefill") for tokens, times in both.items()}
-        return holds_from({tokens: times["prefill"] < few[tokens] for tokens, times in both.items()})
+        others = {tokens: min(times[path] for path in times.keys() - {"prefill"}) for tokens, times in both.items()}
+        return holds_from({tokens: times["prefill"] < others[tokens] for tokens, times in both.items()})
 
     @property
     def has_bits(self) -> bool:
-        """Whether the 1-bit products were measured too."""
-        return any("bits" in times for times in self.microseconds.values())
+        """Whether the 1-bit products were measured beside decode."""
+        return any(times.keys() >= {"decode", "bits"} for times in self.microseconds.values())
 
     def few(self, tokens: int) -> str:
         """The faster of "decode" and "bits" at the nearest smaller number of tokens where both were measured, or the least."""

@@ -1,9 +1,9 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
-"hopper", "some hopper" (two of them, of which instructions are counted) or "all".
-Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, and bytes of stack, which hold nothing but
-spilled registers; "hopper": also the most shared memory that its cut was chosen for.
+"hopper", "some hopper" (two of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
+Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
+spilled registers, and how many 1-bit products its code has; "hopper": also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -11,7 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import triton
@@ -19,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dpamoe.kernels import (
+    allocation,
     hopper_rows,
+    paths,
     triton_allocate,
     triton_decode,
     triton_encode,
@@ -46,8 +52,11 @@ UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": 
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
 
 
-def compile_for(card, kernel, constants, types=None, source=ASTSource, counted=(), **options):
-    """Shared memory and stack of one kernel, bytes, and how often instructions occur whose names begin so."""
+def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples=MULTIPLES_OF_16, counted=(), **options):
+    """Shared memory and stack of one kernel, bytes, its 1-bit products, and how often instructions occur that begin so.
+
+    multiples: numbers that are some of 16.
+    """
     types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -56,16 +65,16 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, counted=(
         signature[name] = types.get(name, "i32")
         if isinstance(signature[name], tuple):
             hints |= {(position, i): [["tt.divisibility", 16]] for i in range(len(signature[name]))}
-        elif signature[name].startswith("*") or name in MULTIPLES_OF_16:
+        elif signature[name].startswith("*") or name in multiples:
             hints[(position,)] = [["tt.divisibility", 16]]
     made = triton.compile(source(kernel, signature, values, hints), target=GPUTarget("cuda", card, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [tool, "--dump-resource-usage", *(["-sass"] if counted else []), file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    facts = {"shared": made.metadata.shared, "spills": sum(map(int, re.findall(r"STACK:(\d+)", listing)))}
+        listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    stack = sum(map(int, re.findall(r"STACK:(\d+)", listing)))
+    facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\bBMMA\b", listing))}
     return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
 
@@ -249,8 +258,93 @@ def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     return compile_for(card, kernel, constants, types, GluonASTSource, counted, num_warps=hopper_experts.WARPS)
 
 
-SETS = {"decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper}
-PARTS = SETS | {"some hopper": some_hopper}
+class Compiled:
+    """Stands in for a kernel that is launched: compiles it for a card as that launch would."""
+
+    def __init__(self, kernel, card, found, path):
+        self.kernel, self.card, self.found, self.path = kernel, card, found, path
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        given = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        given |= {name: options.pop(name) for name in self.kernel.arg_names if name in options}
+        fixed = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
+        constants = {name: value for name, value in given.items() if name in fixed or (isinstance(value, int) and value == 1)}
+        types = {name: type_of(value) for name, value in given.items() if name not in constants}
+        multiples = [name for name, value in given.items() if isinstance(value, int) and value % 16 == 0]
+        options = {name: value for name, value in options.items() if value is not None}
+        name = " ".join([self.path, self.kernel.__name__, *(f"{key}={constants[key]}" for key in NAMED if key in constants)])
+        if name not in self.found:
+            self.found[name] = compile_for(self.card, self.kernel, constants, types, GluonASTSource, multiples, **options)
+
+
+def type_of(value):
+    """What the compiler calls a tensor, several, or a number."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    return f"*{POINTED[value.dtype]}" if isinstance(value, torch.Tensor) else "i32"
+
+
+POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+           torch.uint8: "u8"}  # fmt: skip
+NAMED = ("RULE", "K_MIN", "SOME", "OUT")  # what tells launches of a kernel apart
+SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
+
+
+def bits(card, batches=(1, 5, 16)):
+    """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
+    if (card // 10, card % 10) not in paths.BIT_CARDS:
+        return {}
+    from dpamoe.kernels import bitserial_experts
+
+    found, room = {}, SHARED[card] * 1024
+    facts = SimpleNamespace(
+        shared_memory_per_multiprocessor=room, shared_memory_per_block_optin=room - 1024, multi_processor_count=132
+    )
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
+        stack.enter_context(mock.patch.object(bitserial_experts, "combine", lambda *given: None))
+        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel"):
+            stand_in = Compiled(getattr(bitserial_experts, name), card, found, "bits")
+            stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))
+        for tokens in batches:
+            launch_bits(bitserial_experts.ffn, tokens)
+    return found
+
+
+def launch_bits(ffn, tokens):
+    """One call with each source of k, on tensors that hold nothing."""
+    empty = partial(torch.empty, device="meta")
+    sizes = (tokens, ACTIVE)
+    gates, chunks, k_max = empty(sizes, dtype=torch.bfloat16), empty(sizes, dtype=torch.int32), empty((), dtype=torch.int32)
+    up, down = (
+        EncodedWeight(
+            [empty(EXPERTS, rows, width // 8, dtype=torch.uint8) for _ in range(PLANES)],
+            [empty(EXPERTS, rows, width // GROUP, dtype=torch.float16) for _ in range(PLANES)],
+            empty(EXPERTS, rows, width // GROUP, dtype=torch.float16), None, width, GROUP,
+        )
+        for rows, width in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    )  # fmt: skip
+    sources = (
+        None,
+        allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2),
+        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max),
+    )
+    for source in sources:
+        ids = empty(sizes, dtype=torch.int64)
+        ffn(empty(tokens, HIDDEN, dtype=torch.bfloat16), ids, gates, chunks, up, None, down, None, "silu_mul", source)
+
+
+SETS = {
+    "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
+    "bits": bits,
+}  # fmt: skip
+PARTS = SETS | {"some hopper": some_hopper, "few bits": partial(bits, batches=(1,))}
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]

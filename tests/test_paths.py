@@ -1,8 +1,10 @@
 """Which path computes a call: the estimate by hand, measured crossovers, forcing, and a cost file that survives damage."""
 
+import importlib.util
 import json
 import os
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +21,17 @@ def times(**by_tokens):
     return {int(name[1:]): dict(zip(("decode", "prefill"), pair, strict=True)) for name, pair in by_tokens.items()}
 
 
-def first_prefill(shape):
-    return next(tokens for tokens in range(10_000) if paths.choose(shape, tokens, CPU) == "prefill")
+def all_three(**by_tokens):
+    """t1=(decode, bits, prefill), … as a table of µs."""
+    return {int(name[1:]): dict(zip(paths.PATHS, row, strict=True)) for name, row in by_tokens.items()}
+
+
+def first_prefill(shape, bits=False):
+    return next(tokens for tokens in range(10_000) if paths.choose(shape, tokens, CPU, bits) == "prefill")
+
+
+def save(measured):
+    return paths.save_costs("cpu", {SHAPE.key: Costs(measured, None, 4.0, "2026-01-31", "2.11.0", "3.6.0")})
 
 
 def test_key_is_stable():
@@ -57,9 +68,86 @@ def test_estimate_by_hand(store_costs, experts, active, first):
     ],
 )
 def test_crossover(store_costs, measured, first):
-    paths.save_costs("cpu", {SHAPE.key: Costs(measured, None, 4.0, "2026-01-31", "2.11.0", "3.6.0")})
+    save(measured)
     assert first_prefill(SHAPE) == first
     assert first_prefill(Shape(128, 8, 2048, 768, 64, True, "shared")) == 27  # another shape
+
+
+@pytest.mark.parametrize("experts, active, first", [(128, 8, 67), (8, 2, 17), (1, 1, 5), (8, 0, 1)])
+def test_estimate_with_1_bit_products_by_hand(store_costs, experts, active, first):
+    """66 tokens of 8 in 128 are 528 pairs, 4.2 times the experts they touch 530.0; 67 are 536 and 530.5."""
+    shape = Shape(experts, active, 64, 32, 128, True, "shared")
+    assert first_prefill(shape, bits=True) == first
+    assert {paths.choose(shape, tokens, CPU, True) for tokens in range(1, first)} <= {"bits"}
+
+
+@pytest.mark.parametrize(
+    "measured, expected",
+    [
+        (all_three(t1=(9, 5, 90), t8=(40, 20, 90), t64=(99, 80, 60)), {1: "bits", 63: "bits", 64: "prefill"}),
+        (all_three(t1=(4, 5, 90), t8=(40, 20, 90), t64=(99, 80, 60)), {1: "decode", 7: "decode", 8: "bits", 63: "bits"}),
+        (all_three(t2=(9, 5, 90), t8=(10, 20, 90), t64=(99, 80, 60)), {1: "bits", 2: "bits", 8: "decode", 64: "prefill"}),
+        (all_three(t1=(5, 5, 90), t8=(10, 20, 15), t64=(99, 80, 60)), {1: "bits", 8: "decode", 63: "decode", 64: "prefill"}),
+        (all_three(t1=(5, 4, 3), t8=(10, 20, 9)), {1: "prefill", 8: "prefill"}),
+        (all_three(t1=(5, 4, 30), t8=(10, 20, 19), t16=(50, 9, 30)), {16: "bits", 66: "bits", 67: "prefill"}),
+        (times(t1=(1, 9), t16=(9, 8)), {1: "bits", 16: "bits", 66: "bits", 67: "prefill"}),  # a file of before
+        (times(t1=(1, 9), t16=(9, 8)) | all_three(t4=(5, 4, 9)), {1: "bits", 15: "bits", 16: "prefill"}),
+        ({1: {"bits": 1.0}}, {1: "bits", 67: "prefill"}),
+        ({}, {1: "bits", 66: "bits", 67: "prefill"}),
+    ],
+)
+def test_the_fastest_of_three(store_costs, measured, expected):
+    save(measured)
+    assert {tokens: paths.choose(SHAPE, tokens, CPU, True) for tokens in expected} == expected
+
+
+def test_costs_of_1_bit_products_do_not_change_calls_without_them(store_costs):
+    save(all_three(t1=(9, 5, 90), t8=(40, 20, 90), t64=(99, 40, 60)))
+    assert paths.choose(SHAPE, 63, CPU) == "decode" and "bits" not in {paths.choose(SHAPE, t, CPU) for t in range(1, 200)}
+
+
+def test_costs_with_1_bit_products_survive_the_file(store_costs):
+    measured = all_three(t1=(9, 5, 90)) | times(t512=(80, 9))
+    save(measured)
+    paths.forget_costs()
+    assert paths.measured(SHAPE, CPU).microseconds == measured and paths.measured(SHAPE, CPU).has_bits
+    assert not Costs(times(t1=(1, 2)), None, 4.0, "2026-01-31", "2", "3").has_bits
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Function that stands a card of a compute capability in for the one that may be here; the device."""
+
+    def choose(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return torch.device("cuda", 0)
+
+    def forget():
+        paths.has_triton.cache_clear()
+        paths.has_bits.cache_clear()
+
+    forget()
+    yield choose
+    forget()
+
+
+@pytest.mark.parametrize(
+    "capability, bits", [((7, 5), 0), ((8, 0), 1), ((8, 6), 1), ((8, 9), 1), ((9, 0), 1), ((10, 0), 0), ((12, 0), 0)]
+)
+def test_cards_with_1_bit_products(card, capability, bits):
+    pytest.importorskip("triton.experimental.gluon")
+    device = card(capability)
+    assert paths.has_bits(device) == bool(bits) and not paths.has_bits(CPU)
+    assert paths.available(SHAPE, device) == (paths.PATHS if bits else ("decode", "prefill"))
+    for other in ({"group_size": 64}, {"scale_mode": "tied"}):
+        assert paths.available(replace(SHAPE, **other), device) == ("decode", "prefill")
+    assert paths.available(SHAPE, CPU) == ("decode", "prefill")
+
+
+def test_no_1_bit_products_without_their_dialect(card, monkeypatch):
+    device, find = card((9, 0)), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "gluon" in name else find(name))
+    assert not paths.has_bits(device)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +170,11 @@ def test_forcing_ends_with_the_block(store_costs):
         with paths.forced("decode"):
             assert paths.choose(SHAPE, 4096, CPU) == "decode"
         assert paths.choose(SHAPE, 1, CPU) == "prefill"
+    for path in paths.PATHS:
+        with paths.forced(path):
+            assert [paths.choose(SHAPE, tokens, CPU, True) for tokens in (0, 1, 999)] == [path] * 3
+    with paths.forced("bits"):  # where they cannot be computed so, few tokens and many are decoded
+        assert {paths.choose(SHAPE, tokens, CPU) for tokens in (1, 999)} == {"decode"}
     with pytest.raises(RuntimeError), paths.forced("prefill"):
         raise RuntimeError
     assert paths.choose(SHAPE, 1, CPU) == "decode"

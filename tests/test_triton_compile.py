@@ -13,6 +13,10 @@ pytest.importorskip("triton")
 CARDS = (80, 86, 89, 90, 100, 120)
 SMALL_SHARED = {86, 89, 120}
 LIMIT = 101376  # bytes a program may take on those
+PRODUCTS = (80, 86, 89, 90)  # cards that multiply single bits
+# Bytes of stack. The code of the 1-bit products is held to the registers with which as many programs fit on a multiprocessor
+# as shared memory is divided among; a few numbers that are needed once per pair then stand aside, outside the inner loops.
+SPILLS_OF_BITS = 32
 
 ADDRESSES = 96  # bytes that warp groups of their own roles may spill: what changes from tile to tile or from stretch to stretch
 
@@ -33,9 +37,9 @@ def compiled(*choice):
 @pytest.mark.parametrize("card", CARDS)
 def test_kernels_fit_every_card(card):
     found = compiled(card, "all")
-    assert len(found) > 10
+    assert len(found) > 10 and (card in PRODUCTS) == any(name.startswith("bits") for name in found)
     for name, facts in found.items():
-        allowed = ADDRESSES if name.startswith("hopper") else 0
+        allowed = ADDRESSES if name.startswith("hopper") else SPILLS_OF_BITS if name.startswith("bits") else 0
         assert facts["spills"] <= allowed, f"{name} on sm_{card} spills {facts['spills']} bytes"
         if card in SMALL_SHARED:
             assert facts["shared"] <= LIMIT, f"{name} on sm_{card} takes {facts['shared']} bytes of shared memory"
@@ -46,3 +50,20 @@ def test_the_decode_kernels_compile_for_hopper():
     found = compiled(90, "decode")
     assert set(found) == {"up given", "up rank", "up threshold", "down", "down few"}
     assert all(facts["spills"] == 0 for facts in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", PRODUCTS)
+def test_1_bit_products_are_made_by_the_matrix_unit(card):
+    """Two matrices of one piece, or one of three pieces; four planes twice, two groups, two halves of 16 bits."""
+    found = compiled(card, "bits")
+    assert len(found) == 17
+    for name, facts in found.items():
+        products = {"up": 64, "down": 192, "group": 96 if "OUT=2048" in name else 64}.get(name.split()[1].split("_")[0], 0)
+        assert facts["products"] == products, name
+
+
+def test_the_1_bit_products_of_few_tokens_compile_for_a_small_card():
+    found = compiled(86, "few bits")
+    assert len(found) == 6 and all(facts["products"] > 0 and facts["spills"] == 0 for facts in found.values())
+    assert all(facts["shared"] <= LIMIT for facts in found.values())

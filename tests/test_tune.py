@@ -56,6 +56,34 @@ def test_costs_are_stored_and_followed(folder, store_costs, made_up):
     assert outcome["file"] == str(paths.cost_file("cpu"))
 
 
+def test_a_table_with_1_bit_products(folder, store_costs, monkeypatch):
+    """Times by pairs: bits cost most for one token and least up to 16; the file and the table have all three."""
+    spec = EncodeSpec(group_size=128)
+    cost = {"decode": 2.0, "bits": 1.0, "prefill": 0.0}
+
+    def microseconds(calls, device):
+        path = paths.choose(None, 0, device, True)
+        return cost[path] * calls[0].args[-1].numel() + {"decode": 1, "bits": 5, "prefill": 65}[path]
+
+    monkeypatch.setattr(measure, "microseconds", microseconds)
+    monkeypatch.setattr(paths, "has_bits", lambda device: True)
+    outcome = tune.tune(folder, CPU, spec, 4.0, TOKENS, {"moe_intermediate_size": 128, "hidden_size": 128})
+    (shape,) = outcome["shapes"]
+    first, *_ = shape["rows"]
+    assert list(first) == ["tokens", "decode_us", "bits_us", "prefill_us", "chosen", "uniform_us", "dpa_over_uniform"]
+    assert [row["chosen"] for row in shape["rows"]] == ["decode", "bits", "bits", "prefill"]
+    assert [row["bits_us"] for row in shape["rows"]] == [7, 13, 37, 133] and shape["prefill_from"] == 64
+    assert [row["uniform_us"] for row in shape["rows"]] == [5, 13, 37, 65]
+    assert paths.load_costs("cpu")[shape["shape"]].microseconds[4] == {"decode": 17, "bits": 13, "prefill": 65}
+    lines = tune.table(outcome).splitlines()
+    assert any("decode µs" in line and "bits µs" in line and "prefill µs" in line for line in lines)
+    rows = [line.split() for line in lines if line.split()[0] in map(str, TOKENS)]
+    assert [row[:5] for row in rows[1::2]] == [
+        ["4", "17.0", "13.0", "65.0", "bits"],
+        ["64", "257.0", "133.0", "65.0", "prefill"],
+    ]
+
+
 def test_uniform_is_measured_but_never_spent_unasked(folder, store_costs, made_up):
     tune.tune(folder, CPU, SPEC, 4.0, TOKENS)
     _, (site, *_) = synthetic.with_sites(synthetic.read_config(folder), SPEC)

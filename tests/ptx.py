@@ -1,0 +1,229 @@
+"""A warp that runs PTX on the CPU: the instructions of `kernels/bitserial_asm.py`, by all 32 lanes at once, in numpy.
+
+A register is uint32 [32] (a half of one uint16), a predicate bool [32]. Fragments of matrices as the PTX manual gives them:
+row or column g = lane / 4, and c = lane % 4 along the other dimension. An instruction that is not known is an error.
+"""
+
+import re
+
+import numpy as np
+
+LANES = np.arange(32, dtype=np.uint32)
+ROW, PART = LANES // 4, LANES % 4
+
+
+def run(code, letters, *operands):
+    """Registers [results, 32] that the code writes; operands: arrays [registers, 32] of 4 bytes, or of 2, packed in pairs.
+
+    Results may be given the registers of operands. The code runs a second time so, each result in place of the operand of its
+    number, and must come to the same.
+    """
+    results = letters.count("=")
+    registers = [row for operand in operands for row in packed(operand)]
+    assert len(registers) == len(letters.split(",")) - results, "operands fill as many registers as there are letters"
+    apart = _Warp({f"${i}": np.full(32, 0xDEADBEEF, np.uint32) for i in range(results)}, registers, results)
+    shared = _Warp({}, registers, results, {f"${i}": f"${results + i}" for i in range(results)})
+    for warp in (apart, shared):
+        warp.run(code)
+    found = [np.stack([warp.read(f"${i}") for i in range(results)]) for warp in (apart, shared)]
+    assert (found[0] == found[1]).all(), "a result is written before the operand in its register is read"
+    return found[0]
+
+
+def packed(operand):
+    """Rows of registers: 4 bytes each, or two of 2 bytes, the first in the low half."""
+    operand = np.ascontiguousarray(operand)
+    if operand.dtype.itemsize == 2:
+        halves = operand.view(np.uint16).astype(np.uint32)
+        return halves[0::2] | halves[1::2] << 16
+    return operand.view(np.uint32)
+
+
+def _float(register):
+    return np.ascontiguousarray(register, np.uint32).view(np.float32)
+
+
+def _bits(value):
+    return np.ascontiguousarray(value, np.float32).view(np.uint32)
+
+
+def _half(register):
+    """Two fp16 numbers of a register, [2, lanes]."""
+    return np.stack([register & 0xFFFF, register >> 16]).astype(np.uint16).view(np.float16)
+
+
+class _Warp:
+    """Registers of 32 lanes, by name."""
+
+    def __init__(self, results, operands, first, names=None):
+        self.registers = results | {f"${first + i}": row.astype(np.uint32) for i, row in enumerate(operands)}
+        self.names = names or {}
+
+    def read(self, name):
+        name = self.names.get(name, name)
+        if name == "%laneid":
+            return LANES
+        if name.startswith("0f"):
+            return np.full(32, int(name[2:], 16), np.uint32)
+        if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+", name) and (name[0].isdigit() or name[0] == "-"):
+            return np.full(32, int(name, 0) & 0xFFFFFFFF, np.uint32)
+        return self.registers[name]
+
+    def write(self, name, value):
+        self.registers[self.names.get(name, name)] = value
+
+    def run(self, code):
+        """Every statement, up to a label that all lanes jump to."""
+        body, skip_to = code.strip().removeprefix("{").removesuffix("}"), None
+        for statement in body.split(";"):
+            label, statement = re.fullmatch(r"\s*(?:(\w+):)?\s*(.*?)\s*", statement, re.DOTALL).groups()
+            skip_to = None if label == skip_to else skip_to
+            if statement and skip_to is None and not statement.startswith(".reg"):
+                skip_to = self._step(statement)
+        assert skip_to is None, f"no label {skip_to}"
+
+    def _step(self, statement):
+        """One statement; the label to go on from, if it jumps."""
+        guard, name, operands = re.fullmatch(r"(?:@(\w+)\s+)?([\w.]+)\s+(.*)", statement, re.DOTALL).groups()
+        operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if part.strip()]
+        if name == "bra.uni":
+            taken = self.registers[guard]
+            assert taken.all() or not taken.any(), "lanes part ways at a uniform jump"
+            return operands[0] if taken.all() else None
+        assert guard is None, statement
+        into, values = operands[0], [self._values(operand) for operand in operands[1:]]
+        with np.errstate(all="ignore"):
+            if into.startswith("{"):
+                split = _unpack if name == "mov.b32" else INSTRUCTIONS[name]
+                for own, value in zip(self._names(into), split(*values), strict=True):
+                    self.write(own, value)
+            else:
+                self.write(into, INSTRUCTIONS[name](*values))
+        return None
+
+    def _names(self, operand):
+        return [part.strip() for part in operand.strip("{}").split(",")]
+
+    def _values(self, operand):
+        if operand.startswith("{"):
+            return [self.read(name) for name in self._names(operand)]
+        return self.read(operand)
+
+
+def _unpack(register):
+    return [(register & 0xFFFF).astype(np.uint16), (register >> 16).astype(np.uint16)]
+
+
+def _prmt(a, b, selector):
+    bytes_of_both = np.stack([a >> 8 * i & 0xFF for i in range(4)] + [b >> 8 * i & 0xFF for i in range(4)])
+    result = np.zeros(32, np.uint32)
+    for i in range(4):
+        nibble = selector >> 4 * i & 0xF
+        assert (nibble < 8).all(), "copies of a sign are not known"
+        result |= bytes_of_both[nibble, LANES] << 8 * i
+    return result
+
+
+def _lop3(a, b, c, table):
+    result = np.zeros(32, np.uint32)
+    for index in range(8):
+        if table[0] >> index & 1:
+            result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+    return result
+
+
+def _shf_left(low, high, by):
+    by = by & 31
+    return ((high.astype(np.uint64) << 32 | low) << by >> 32).astype(np.uint32)
+
+
+def _cvt_to_int(value):
+    """To the nearest, ties to even; beyond the range the nearest there is, and 0 for what is no number."""
+    rounded = np.rint(_float(value).astype(np.float64))
+    return np.where(np.isnan(rounded), 0, np.clip(rounded, -(2**31), 2**31 - 1)).astype(np.int64).astype(np.uint32)
+
+
+def _fma(a, b, c):
+    """fp64 holds the product, and the sum of what the kernels add: a second rounding is seen in no test."""
+    return _bits(_float(a).astype(np.float64) * _float(b) + _float(c))
+
+
+def _max(a, b):
+    """Of a number and what is none, the number."""
+    return np.where(np.isnan(_float(a)) & np.isnan(_float(b)), 0x7FFFFFFF, _bits(np.fmax(_float(a), _float(b)))).astype(
+        np.uint32
+    )
+
+
+def _max_nan(a, b):
+    return np.where(np.isnan(_float(a)) | np.isnan(_float(b)), 0x7FFFFFFF, _bits(np.fmax(_float(a), _float(b)))).astype(
+        np.uint32
+    )
+
+
+def _mul_halves(a, b):
+    product = (_half(a).astype(np.float32) * _half(b)).astype(np.float16).view(np.uint16).astype(np.uint32)
+    return product[0] | product[1] << 16
+
+
+def _shuffle(value, mask, clamp, members):
+    assert (clamp == 31).all() and (members == 0xFFFFFFFF).all()
+    return value[LANES ^ mask]
+
+
+def _binary_product(a, b, c):
+    """m16n8k128: D [16, 8] = popcount(A row and B column) + C; word c of row g and g + 8, word c of column g."""
+    words, columns = np.zeros((16, 4), np.uint32), np.zeros((8, 4), np.uint32)
+    for half in range(2):
+        words[ROW + 8 * half, PART] = a[half]
+    columns[ROW, PART] = b[0]
+    both = words[:, None] & columns[None]
+    counts = np.unpackbits(both.view(np.uint8), axis=-1).sum(-1, dtype=np.uint32)
+    return [counts[ROW + 8 * (i // 2), 2 * PART + i % 2] + c[i] for i in range(4)]
+
+
+def _half_product(a, b, c):
+    """m16n8k16, fp16 to fp32. Must be exact in fp32, as the popcounts are, so that no order of adding matters."""
+    left, right = np.zeros((16, 16)), np.zeros((16, 8))
+    for i in range(4):
+        left[ROW + 8 * (i % 2), 2 * PART + 8 * (i // 2)], left[ROW + 8 * (i % 2), 2 * PART + 1 + 8 * (i // 2)] = _half(a[i])
+    for i in range(2):
+        right[2 * PART + 8 * i, ROW], right[2 * PART + 1 + 8 * i, ROW] = _half(b[i])
+    product = left @ right
+    result = [_float(c[i]).astype(np.float64) + product[ROW + 8 * (i // 2), 2 * PART + i % 2] for i in range(4)]
+    assert all((one.astype(np.float32) == one).all() for one in result), "a sum of popcounts is rounded"
+    return [_bits(one) for one in result]
+
+
+INSTRUCTIONS = {
+    "mov.u32": lambda a: a,
+    "mov.f32": lambda a: a,
+    "mov.b32": lambda a: a,
+    "abs.f32": lambda a: a & 0x7FFFFFFF,
+    "neg.f32": lambda a: a ^ 0x80000000,
+    "max.f32": _max,
+    "max.NaN.f32": _max_nan,
+    "mul.f32": lambda a, b: _bits(_float(a) * _float(b)),
+    "rcp.approx.f32": lambda a: _bits(1 / _float(a)),
+    "fma.rn.f32": _fma,
+    "mul.rn.f16x2": _mul_halves,
+    "cvt.rni.s32.f32": _cvt_to_int,
+    "cvt.rn.f32.s32": lambda a: _bits(a.view(np.int32)),
+    "cvt.f32.f16": lambda a: _bits(a.view(np.float16)),
+    "add.s32": lambda a, b: a + b,
+    "mul.lo.s32": lambda a, b: a * b,
+    "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, b: a >> b,
+    "shf.l.wrap.b32": _shf_left,
+    "lop3.b32": _lop3,
+    "prmt.b32": _prmt,
+    "selp.b32": lambda a, b, chosen: np.where(chosen, a, b),
+    "setp.eq.s32": lambda a, b: a == b,
+    "setp.ne.s32": lambda a, b: a != b,
+    "setp.le.s32": lambda a, b: a.view(np.int32) <= b.view(np.int32),
+    "shfl.sync.bfly.b32": _shuffle,
+    "redux.sync.max.u32": lambda a, members: np.full(32, a.max(), np.uint32),
+    "redux.sync.add.s32": lambda a, members: np.full(32, a.sum(dtype=np.uint32), np.uint32),
+    "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc": _binary_product,
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": _half_product,
+}
