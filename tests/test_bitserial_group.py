@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton.experimental.gluon")
+
 from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import is_gated
 

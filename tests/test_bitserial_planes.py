@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton.experimental.gluon")
+
 from dpamoe.kernels import allocation, reference
 
 EXPERTS = 6
@@ -23,16 +25,15 @@ def token(bits_on_cpu, random_encoded):
 
 
 @pytest.fixture
-def slot(bits_on_cpu, random_encoded):
-    """The same, written by the kernel for few pairs."""
+def block(bits_on_cpu, random_encoded):
+    """Function that has it written by the kernels for few pairs: (ids, gates, chunks, source) to the output of the block."""
     up, down = random_encoded(EXPERTS, 128, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
+    x = torch.randn(1, 128)
 
-    def write(ids, gates, source):
-        chunks = torch.full(ids.shape, 77, dtype=torch.int32)
-        bits_on_cpu.ffn(torch.randn(len(ids), 128), ids, gates, chunks, up, None, down, None, "relu", source)
-        return chunks
+    def run(ids, gates, chunks, source):
+        return bits_on_cpu.ffn(x, ids, gates, chunks, up, None, down, None, "relu", source)
 
-    return write
+    return run
 
 
 def routing(tokens, active):
@@ -73,12 +74,17 @@ def test_thresholds_of_a_token(token, active):
         assert found[1, 0] == 0 and found[2, 0] == 6
 
 
-@pytest.mark.parametrize("active", [1, 3])
-def test_slots_one_by_one(slot, convex_table, active):
-    ids, gates = routing(2, active)
-    k_max = torch.tensor(8, dtype=torch.int32)
-    found = slot(ids, gates, allocation.Thresholds(gates, thresholds(), k_max))
-    assert torch.equal(found, reference.allocate_threshold(gates, ids, thresholds(), k_max))
-    given = (convex_table(EXPERTS), torch.tensor(3.5), k_max, 2)
-    found = slot(ids, gates, allocation.Allocation(gates, *given))
-    assert torch.equal(found, allocation.allocate(gates, ids, *given, True))
+@pytest.mark.parametrize("rule", ["rank", "threshold"])
+def test_slots_one_by_one(block, convex_table, rule):
+    """Copies that do not wait for k, and those that do, bring the planes that are read."""
+    (ids, gates), k_max = routing(1, 3), torch.tensor(8, dtype=torch.int32)
+    if rule == "rank":
+        given = (convex_table(EXPERTS), torch.tensor(3.5), k_max, 2)
+        source, expected = allocation.Allocation(gates, *given), allocation.allocate(gates, ids, *given, True)
+    else:
+        source = allocation.Thresholds(gates, thresholds(), k_max)
+        expected = reference.allocate_threshold(gates, ids, thresholds(), k_max)
+    chunks = torch.full(ids.shape, 77, dtype=torch.int32)
+    found = block(ids, gates, chunks, source)
+    assert torch.equal(chunks, expected) and chunks.any()
+    assert torch.equal(found, block(ids, gates, expected, None))
