@@ -37,7 +37,7 @@ def launched():
 def kernels():
     """Every function of those modules, as one namespace."""
     names = {"tl": tl, "gl": language(), "gluon": SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)}
-    names |= {"async_copy": COPIES, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}
+    names |= {"async_copy": COPIES, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "range": _range}
     for module in MODULES:
         file = Path(importlib.util.find_spec(f"dpamoe.kernels.{module}").origin)
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -48,6 +48,11 @@ def kernels():
         exec(compile(source, label, "exec"), names)
     names["by_warp"] = lambda layout, warps: None  # takes a layout apart
     return SimpleNamespace(**names)
+
+
+def _range(*ends):
+    """Also between numbers that were loaded."""
+    return range(*(end.handle.data.item() if isinstance(end, tl.tensor) else end for end in ends))
 
 
 def _replaced(node):
