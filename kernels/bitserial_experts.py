@@ -106,15 +106,16 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
     up_kernel[(down.in_features // 16, tokens * active)](
         x, ids, chunks, *tables, *_tensors(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]), *strides,
-        **rule, **_sizes(up, up_bias), A=active, N=slots, E=up.offset.shape[0], GATED=gated, ACT=activation, CAP=held,
-        NW=WARPS, **_launch(x.device, WARPS),
+        **rule, **_sizes(up, up_bias), A=active, N=slots, E=up.offset.shape[0], GATED=gated, ACT=activation,
+        CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
     pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = planes_held(pieces, 1, x.device), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
         hidden, ids, chunks, gates, *tables[1:], *_tensors(down, down_bias), out,
         *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
-        CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS, **_launch(x.device, WARPS),
+        CAP=min(held, len(down.planes)), SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS,
+        **_launch(x.device, WARPS),
     )  # fmt: skip
 
 
@@ -174,8 +175,9 @@ def _group(
     registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
     gated = activation != "" and is_gated(activation)
     pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
+    held = min(planes_held(pieces, programs, out.device), len(weight.planes))
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
         bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, sharing, **_sizes(weight, bias), GATED=gated,
-        ACT=activation, CAP=planes_held(pieces, programs, out.device), NWK=along, RT=tiles,
+        ACT=activation, CAP=held, NWK=along, RT=tiles,
         **_launch(out.device, along * tiles, registers),
     )  # fmt: skip

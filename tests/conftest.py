@@ -8,6 +8,7 @@ import shutil
 import warnings
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,3 +316,26 @@ def store_costs(tmp_path, monkeypatch):
 
     yield store
     paths.forget_costs()
+
+
+@pytest.fixture
+def bits_on_cpu(monkeypatch):
+    """The module `bitserial_experts`, whose kernels run on the CPU as for a card with 100 KiB of shared memory."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU; test_cuda_bitserial runs the kernels themselves")
+    pytest.importorskip("triton.experimental.gluon")
+    import triton.language as tl
+
+    from dpamoe.kernels import bitserial_experts
+
+    from . import gluon_on_cpu
+
+    for name, kernel in gluon_on_cpu.launched().items():
+        monkeypatch.setattr(bitserial_experts, name, kernel)
+    facts = SimpleNamespace(
+        shared_memory_per_multiprocessor=100 << 10, shared_memory_per_block_optin=99 << 10, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(tl.block_type, "layout", None, raising=False)
+    return bitserial_experts

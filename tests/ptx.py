@@ -1,7 +1,8 @@
 """A warp that runs PTX on the CPU: the instructions of `kernels/bitserial_asm.py`, by all 32 lanes at once, in numpy.
 
-A register is uint32 [32] (a half of one uint16), a predicate bool [32]. Fragments of matrices as the PTX manual gives them:
-row or column g = lane / 4, and c = lane % 4 along the other dimension. An instruction that is not known is an error.
+A register is uint32 [32] or, of several warps, [warps, 32] (a half of one uint16), a predicate bool of that shape. Fragments
+of matrices as the PTX manual gives them: row or column g = lane / 4, and c = lane % 4 along the other dimension. An instruction
+that is not known is an error.
 """
 
 import re
@@ -15,17 +16,24 @@ ROW, PART = LANES // 4, LANES % 4
 def run(code, letters, *operands):
     """Registers [results, 32] that the code writes; operands: arrays [registers, 32] of 4 bytes, or of 2, packed in pairs.
 
+    With a dimension for warps between the two, each warp runs the code.
+
     Results may be given the registers of operands. The code runs a second time so, each result in place of the operand of its
     number, and must come to the same.
     """
     results = letters.count("=")
     registers = [row for operand in operands for row in packed(operand)]
+    if "bra" in code and registers[0].ndim > 1:
+        warps = range(registers[0].shape[0])
+        return np.stack([run(code, letters, *(operand[:, warp] for operand in operands)) for warp in warps], 1)
     assert len(registers) == len(letters.split(",")) - results, "operands fill as many registers as there are letters"
     apart = _Warp({f"${i}": np.full(32, 0xDEADBEEF, np.uint32) for i in range(results)}, registers, results)
     shared = _Warp({}, registers, results, {f"${i}": f"${results + i}" for i in range(results)})
     for warp in (apart, shared):
         warp.run(code)
-    found = [np.stack([warp.read(f"${i}") for i in range(results)]) for warp in (apart, shared)]
+    found = [
+        np.stack([np.broadcast_to(warp.read(f"${i}"), registers[0].shape) for i in range(results)]) for warp in (apart, shared)
+    ]
     assert (found[0] == found[1]).all(), "a result is written before the operand in its register is read"
     return found[0]
 
@@ -115,20 +123,21 @@ def _unpack(register):
 
 
 def _prmt(a, b, selector):
+    a, b, selector = np.broadcast_arrays(a, b, selector)
     bytes_of_both = np.stack([a >> 8 * i & 0xFF for i in range(4)] + [b >> 8 * i & 0xFF for i in range(4)])
-    result = np.zeros(32, np.uint32)
+    result = np.zeros_like(a)
     for i in range(4):
         nibble = selector >> 4 * i & 0xF
         assert (nibble < 8).all(), "copies of a sign are not known"
-        result |= bytes_of_both[nibble, LANES] << 8 * i
+        result |= np.take_along_axis(bytes_of_both, nibble[None], 0)[0] << 8 * i
     return result
 
 
 def _lop3(a, b, c, table):
-    result = np.zeros(32, np.uint32)
+    result = np.uint32(0)
     for index in range(8):
         if table[0] >> index & 1:
-            result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+            result = result | (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
     return result
 
 
@@ -168,30 +177,34 @@ def _mul_halves(a, b):
 
 def _shuffle(value, mask, clamp, members):
     assert (clamp == 31).all() and (members == 0xFFFFFFFF).all()
-    return value[LANES ^ mask]
+    return value[..., LANES ^ mask]
 
 
 def _binary_product(a, b, c):
     """m16n8k128: D [16, 8] = popcount(A row and B column) + C; word c of row g and g + 8, word c of column g."""
-    words, columns = np.zeros((16, 4), np.uint32), np.zeros((8, 4), np.uint32)
+    warps = a[0].shape[:-1]
+    words, columns = np.zeros((*warps, 16, 4), np.uint32), np.zeros((*warps, 8, 4), np.uint32)
     for half in range(2):
-        words[ROW + 8 * half, PART] = a[half]
-    columns[ROW, PART] = b[0]
-    both = words[:, None] & columns[None]
+        words[..., ROW + 8 * half, PART] = a[half]
+    columns[..., ROW, PART] = b[0]
+    both = words[..., :, None, :] & columns[..., None, :, :]
     counts = np.unpackbits(both.view(np.uint8), axis=-1).sum(-1, dtype=np.uint32)
-    return [counts[ROW + 8 * (i // 2), 2 * PART + i % 2] + c[i] for i in range(4)]
+    return [counts[..., ROW + 8 * (i // 2), 2 * PART + i % 2] + c[i] for i in range(4)]
 
 
 def _half_product(a, b, c):
     """m16n8k16, fp16 to fp32. Must be exact in fp32, as the popcounts are, so that no order of adding matters."""
-    left, right = np.zeros((16, 16)), np.zeros((16, 8))
+    warps = a[0].shape[:-1]
+    left, right = np.zeros((*warps, 16, 16)), np.zeros((*warps, 16, 8))
     for i in range(4):
-        left[ROW + 8 * (i % 2), 2 * PART + 8 * (i // 2)], left[ROW + 8 * (i % 2), 2 * PART + 1 + 8 * (i // 2)] = _half(a[i])
+        for j, half in enumerate(_half(a[i])):
+            left[..., ROW + 8 * (i % 2), 2 * PART + 8 * (i // 2) + j] = half
     for i in range(2):
-        right[2 * PART + 8 * i, ROW], right[2 * PART + 1 + 8 * i, ROW] = _half(b[i])
+        for j, half in enumerate(_half(b[i])):
+            right[..., 2 * PART + 8 * i + j, ROW] = half
     product = left @ right
-    result = [_float(c[i]).astype(np.float64) + product[ROW + 8 * (i // 2), 2 * PART + i % 2] for i in range(4)]
-    assert all((one.astype(np.float32) == one).all() for one in result), "a sum of popcounts is rounded"
+    result = [_float(c[i]).astype(np.float64) + product[..., ROW + 8 * (i // 2), 2 * PART + i % 2] for i in range(4)]
+    assert all(((one.astype(np.float32) == one) | np.isnan(one)).all() for one in result), "a sum of popcounts is rounded"
     return [_bits(one) for one in result]
 
 
@@ -222,8 +235,8 @@ INSTRUCTIONS = {
     "setp.ne.s32": lambda a, b: a != b,
     "setp.le.s32": lambda a, b: a.view(np.int32) <= b.view(np.int32),
     "shfl.sync.bfly.b32": _shuffle,
-    "redux.sync.max.u32": lambda a, members: np.full(32, a.max(), np.uint32),
-    "redux.sync.add.s32": lambda a, members: np.full(32, a.sum(dtype=np.uint32), np.uint32),
+    "redux.sync.max.u32": lambda a, members: np.broadcast_to(a.max(-1, keepdims=True), a.shape),
+    "redux.sync.add.s32": lambda a, members: np.broadcast_to(a.sum(-1, keepdims=True, dtype=np.uint32), a.shape),
     "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc": _binary_product,
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": _half_product,
 }

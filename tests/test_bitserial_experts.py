@@ -30,7 +30,9 @@ def card(monkeypatch):
 
     def choose(capability):
         room = SHARED[capability] * KIB
-        facts = SimpleNamespace(shared_memory_per_multiprocessor=room, shared_memory_per_block_optin=room - KIB)
+        facts = SimpleNamespace(
+            shared_memory_per_multiprocessor=room, shared_memory_per_block_optin=room - KIB, multi_processor_count=132
+        )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 

@@ -1,0 +1,164 @@
+"""The Gluon kernels of the 1-bit products on the CPU: by Triton's interpreter, with the PTX in them executed by `ptx`.
+
+Gluon has no interpreter of its own. Layouts are left out, but for the code in PTX, which gets the registers that they say.
+Copies into shared memory can be read once they were waited for, not before; what a mask leaves out is not written.
+"""
+
+import ast
+import importlib.util
+import linecache
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from dpamoe.kernels import bitserial_product, bitserial_rows
+
+from . import layouts, ptx
+
+MODULES = ("bitserial_product", "bitserial_planes", "bitserial_rows", "bitserial_decode", "bitserial_group")
+GARBAGE = 0x5A5A5A5A
+
+
+LAUNCHED = ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel")
+
+
+@cache
+def launched():
+    """The kernels that `bitserial_experts` launches, by name."""
+    return {name: getattr(kernels(), name) for name in LAUNCHED}
+
+
+@cache
+def kernels():
+    """Every function of those modules, as one namespace."""
+    names = {"tl": tl, "gl": language(), "gluon": SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)}
+    names |= {"async_copy": COPIES, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "range": _range}
+    for module in MODULES:
+        file = Path(importlib.util.find_spec(f"dpamoe.kernels.{module}").origin)
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if not _replaced(node)]
+        source = ast.unparse(tree).replace("gl.constexpr", "tl.constexpr")  # the interpreter looks for this name
+        label = f"<{module} on the CPU>"
+        linecache.cache[label] = (len(source), None, source.splitlines(True), label)  # the interpreter reads sources
+        exec(compile(source, label, "exec"), names)
+    names["by_warp"] = lambda layout, warps: None  # takes a layout apart
+    return SimpleNamespace(**names)
+
+
+def _range(*ends):
+    """Also between numbers that were loaded."""
+    return range(*(end.handle.data.item() if isinstance(end, tl.tensor) else end for end in ends))
+
+
+def _replaced(node):
+    if not isinstance(node, ast.ImportFrom):
+        return False
+    module = node.module or ""
+    return "gluon" in module or module == "triton.experimental" or module.endswith("extra.cuda") or _own(module)
+
+
+def _own(module):
+    return module.rpartition(".")[2] in MODULES
+
+
+def language():
+    """What the kernels use of `gl`."""
+    without_layout = {
+        "arange": lambda first, end, layout=None: tl.arange(first, end),
+        "zeros": lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
+        "convert_layout": lambda value, layout=None, assert_trivial=False: value,
+        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(at, mask=_mask(mask), other=other),
+        "store": lambda at, value, mask=None: tl.store(at, value, mask=_mask(mask)),
+        "static_range": range,
+        "inline_asm_elementwise": _assembly,
+        "allocate_shared_memory": lambda dtype, shape, layout: Buffer(tl.full(shape, GARBAGE, dtype)),
+        "program_id": _program_id,
+    }
+    for hint in ("max_contiguous", "multiple_of", "max_constancy"):
+        without_layout[hint] = lambda value, numbers: value
+    for layout in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"):
+        without_layout[layout] = lambda *given: None
+    return _Language(without_layout)
+
+
+class _Language:
+    """Own functions, else those of Triton, which the interpreter may have put others in place of."""
+
+    def __init__(self, own):
+        self.__dict__.update(own)
+
+    def __getattr__(self, name):
+        return getattr(tl, name)
+
+
+def _mask(mask):
+    """As the interpreter takes it: of one byte each, also after & of comparisons."""
+    if isinstance(mask, tl.tensor):
+        return tl.tensor(TensorHandle(mask.handle.data.astype(np.bool_), tl.int1), mask.type)
+    return mask
+
+
+def _program_id(axis):
+    COPIES.begin()
+    return tl.program_id(axis)
+
+
+def _assembly(code, letters, arguments, dtype, is_pure, pack):
+    """PTX on four registers of each lane at a time, in the layout that the tensors have."""
+    assert pack == 4
+    arrays = np.broadcast_arrays(*(argument.handle.data for argument in arguments))
+    rows, columns = shape = arrays[0].shape
+    if columns == 4:
+        layout = bitserial_rows.lane_layout(rows // 32)
+    else:
+        layout = bitserial_product.words_layout(columns // 8, rows // 16)
+    place = tuple(layouts.held(layout).movedim(-1, 0).movedim(-1, 1).numpy())  # each [registers, warps, lanes]
+    operands = [array[place] for array in arrays]
+    assert all(operand.dtype.itemsize <= 4 for operand in operands), "a register holds 32 bits"
+    found = np.empty(shape, np.uint32)
+    found[place] = ptx.run(code.value, letters.value, *operands)
+    kind = {tl.int32: np.int32, tl.float32: np.float32}[dtype]
+    return tl.tensor(TensorHandle(found.view(kind), dtype), tl.block_type(dtype, list(shape)))
+
+
+class Buffer:
+    """Shared memory of one piece of a plane; what was never copied may be read, and is garbage."""
+
+    def __init__(self, value):
+        self.value, self.there = value, True
+
+    def load(self, layout):
+        assert self.there, "shared memory is read before its copy was waited for"
+        return self.value
+
+    def store(self, value):
+        """What all warps write; between a store and a load the compiler puts a barrier."""
+        self.value, self.there = value, True
+
+
+class Copies:
+    """Copies into shared memory, in groups."""
+
+    def begin(self):
+        self.asked, self.groups = [], []
+
+    def async_load(self, buffer, source, mask=None):
+        buffer.value, buffer.there = tl.load(source, mask=_mask(mask), other=GARBAGE), False
+        self.asked.append(buffer)
+
+    def commit_group(self):
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait_group(self, pending):
+        done = self.groups[: len(self.groups) - pending]
+        for buffer in (buffer for group in done for buffer in group):
+            buffer.there = True
+
+
+COPIES = Copies()

@@ -1,0 +1,99 @@
+"""The kernels for few pairs on the CPU against fp64: planes, slots, widths, activations, shared memory."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from dpamoe.kernels import bitserial_decode as decode
+from dpamoe.kernels import grouped
+from dpamoe.kernels.reference import ACTIVATIONS, is_gated
+
+from .layouts import held, once
+
+ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
+
+
+@pytest.fixture
+def block(random_encoded):
+    """Function that makes both weights and biases of a layer, and its activation."""
+
+    def make(experts=3, hidden=256, inner=128, activation="silu_mul", bias=True, planes=8):
+        rows = inner * (2 if is_gated(activation) else 1)
+        weights = random_encoded(experts, rows, hidden, 128, planes), random_encoded(experts, 64, inner, 128, planes, seed=1)
+        biases = [torch.randn(experts, width) if bias else None for width in (rows, 64)]
+        return weights[0], biases[0], weights[1], biases[1], activation
+
+    return make
+
+
+def error(found, x, ids, gates, chunks, block):
+    up, up_bias, down, down_bias, activation = block
+    biases = [bias if bias is None else bias.double() for bias in (up_bias, down_bias)]
+    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def rows(tokens, width):
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens))
+
+
+@pytest.mark.parametrize("held", [1, 3, 8])
+def test_planes_in_shared_memory_and_as_they_stand(bits_on_cpu, block, monkeypatch, held):
+    """Slots from 0 to 8 planes; one is padding, and one token has nothing else."""
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer, x = block(hidden=128, activation="relu"), rows(3, 128)
+    ids = torch.tensor([[0, 1, 2], [2, 3, -1], [1, 1, 0]])
+    gates, chunks = torch.rand(3, 3), torch.tensor([[held, 0, 8], [3, 5, 7], [1, 2, 6]], dtype=torch.int32)
+    gates[1, 1:] = float("nan")
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
+    assert error(found, x, ids, gates.nan_to_num(0), chunks, layer) < ERROR
+    chunks[1, 0] = 0
+    assert not bits_on_cpu.ffn(x[1:2], ids[1:2], gates[1:2], chunks[1:2], *layer).any()
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_every_number_of_planes(bits_on_cpu, block, k):
+    layer, x, ids = block(hidden=128, activation="silu"), rows(1, 128), torch.tensor([[2]])
+    gates, chunks = torch.rand(1, 1), torch.full((1, 1), k, dtype=torch.int32)
+    assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(bits_on_cpu, block, activation):
+    layer, x, ids = block(hidden=128, activation=activation), rows(1, 128), torch.tensor([[2, 0]])
+    gates, chunks = torch.rand(1, 2), torch.tensor([[3, 6]], dtype=torch.int32)
+    assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 3)])
+def test_widths_that_are_no_whole_pieces(bits_on_cpu, block, random_pairs, hidden, inner, active):
+    """Odd numbers of groups, and more pieces than warps."""
+    layer = block(hidden=hidden, inner=inner, activation="silu", bias=False)
+    (ids, gates, _), chunks = random_pairs(1, active, 3), torch.tensor([[5, 2, 8][:active]], dtype=torch.int32)
+    found = bits_on_cpu.ffn(rows(1, hidden), ids, gates, chunks, *layer)
+    assert error(found, rows(1, hidden), ids, gates, chunks, layer) < ERROR
+
+
+def test_weights_of_fewer_planes(bits_on_cpu, block):
+    layer, x, ids = block(hidden=128, planes=3), rows(1, 128), torch.tensor([[2, 0]])
+    gates, chunks = torch.rand(1, 2), torch.tensor([[3, 2]], dtype=torch.int64)
+    assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("warps", [1, 4, 8])
+def test_copies_of_sixteen_bytes_for_their_own_warp(warps):
+    """Each warp copies the eight columns of words that it reads, a lane four words in a row."""
+    places = held(decode.own_copy_layout(warps))
+    assert once(places, 16, 8 * warps)
+    assert (places[..., 1] // 8 == torch.arange(warps)[:, None, None]).all() and (places[:, :, 0, 1] % 4 == 0).all()
+    assert (places[..., 0] == places[:, :, :1, 0]).all()
+    assert torch.equal(places[..., 1] - places[:, :, :1, 1], torch.arange(4).expand_as(places[..., 1]))
+
+
+def test_a_number_that_is_none_stays_in_its_token(bits_on_cpu, block):
+    layer, x, ids = block(hidden=128, activation="silu"), rows(2, 128), torch.tensor([[2], [1]])
+    gates, chunks = torch.rand(2, 1), torch.full((2, 1), 3, dtype=torch.int32)
+    x[1, 50] = float("nan")
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
+    assert found[1].isnan().all() and error(found[:1], x[:1], ids[:1], gates[:1], chunks[:1], layer) < ERROR

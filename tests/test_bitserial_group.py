@@ -1,0 +1,60 @@
+"""The kernels for many pairs on the CPU against fp64, and against those for few: which planes are read, and for whom."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from dpamoe.kernels import grouped
+from dpamoe.kernels.reference import is_gated
+
+ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
+
+
+@pytest.fixture
+def many(bits_on_cpu, monkeypatch):
+    """The expert block by the kernels for many pairs, however few there are."""
+    monkeypatch.setattr(bits_on_cpu, "FEW", 0)
+    return bits_on_cpu.ffn
+
+
+def make(random_encoded, experts, hidden, inner, activation, planes=8):
+    rows = inner * (2 if is_gated(activation) else 1)
+    up, down = random_encoded(experts, rows, hidden, 128, planes), random_encoded(experts, 64, inner, 128, planes, seed=1)
+    return up, torch.randn(experts, rows), down, torch.randn(experts, 64), activation
+
+
+def error(found, x, ids, gates, chunks, block):
+    up, up_bias, down, down_bias, activation = block
+    biases = up_bias.double(), down_bias.double()
+    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("held", [2, 8])
+@pytest.mark.parametrize("experts", [3, 40])
+def test_pairs_of_an_expert_with_planes_of_their_own(many, bits_on_cpu, random_encoded, monkeypatch, held, experts):
+    """Experts of three pairs, of one and of none, 0 to 8 planes, padding; more experts than pairs, or fewer."""
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer = make(random_encoded, experts, 128, 128, "gelu")
+    x, ids = torch.randn(4, 128), torch.tensor([[0, 1], [0, experts], [2, 0], [-1, 2]])
+    gates, chunks = torch.rand(4, 2), torch.tensor([[held, 4], [8, 3], [5, 1], [2, 0]], dtype=torch.int32)
+    assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("hidden, inner", [(384, 256), (2176, 128)])
+def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
+    layer = make(random_encoded, 2, hidden, inner, "silu_mul")
+    x, ids, gates = torch.randn(2, hidden), torch.tensor([[0], [0]]), torch.rand(2, 1)
+    chunks = torch.tensor([[7], [2]], dtype=torch.int32)
+    assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+def test_as_the_kernels_for_few_pairs(bits_on_cpu, random_encoded, random_pairs, monkeypatch):
+    """The order of adding differs, nothing else; weights of three planes."""
+    layer = make(random_encoded, 3, 256, 128, "swigluoai", planes=3)
+    (ids, gates, _), x = random_pairs(3, 2, 3), torch.randn(3, 256).bfloat16()
+    chunks = torch.tensor([[3, 1], [2, 3], [1, 2]], dtype=torch.int32)
+    few = bits_on_cpu.ffn(x.float(), ids, gates, chunks, *layer)
+    monkeypatch.setattr(bits_on_cpu, "FEW", 0)
+    torch.testing.assert_close(bits_on_cpu.ffn(x.float(), ids, gates, chunks, *layer), few, rtol=1e-5, atol=1e-4)  # of 16 bits

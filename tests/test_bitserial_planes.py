@@ -1,0 +1,90 @@
+"""How many planes slots read, by the kernels on the CPU, of a token at once and of one slot, against the torch code."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from dpamoe.kernels import allocation, reference
+
+EXPERTS = 6
+SLOTS = [1, 2, 3, 6, 8, 10, 16]
+
+
+@pytest.fixture
+def token(bits_on_cpu, random_encoded):
+    """Function that has the k of a routing written by the kernel for many pairs: (ids, gates, source) to int32 [T, A]."""
+    weight = random_encoded(EXPERTS, 64, 128, 128)
+
+    def write(ids, gates, source):
+        chunks = torch.full(ids.shape, 77, dtype=torch.int32)
+        bits_on_cpu.order_pairs(torch.randn(len(ids), 128), ids, chunks, weight, source)
+        return chunks
+
+    return write
+
+
+@pytest.fixture
+def block(bits_on_cpu, random_encoded):
+    """Function that has it written by the kernels for few pairs: (ids, gates, chunks, source) to the output of the block."""
+    up, down = random_encoded(EXPERTS, 128, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
+    x = torch.randn(1, 128)
+
+    def run(ids, gates, chunks, source):
+        return bits_on_cpu.ffn(x, ids, gates, chunks, up, None, down, None, "relu", source)
+
+    return run
+
+
+def routing(tokens, active):
+    """Ids of which some are padding, and gates."""
+    random = torch.Generator().manual_seed(active)
+    ids = torch.randint(0, EXPERTS, (tokens, active), generator=random)
+    ids[0, 0], ids[-1, -1] = EXPERTS, 0
+    if tokens > 1:
+        ids[1, -1] = -1
+    return ids, torch.rand(tokens, active, generator=random)
+
+
+def thresholds():
+    table = torch.rand(EXPERTS, 8, generator=torch.Generator().manual_seed(1)).sort(1).values
+    table[0, :2], table[1, 5:], table[2] = -1, float("inf"), 0.25
+    return table
+
+
+@pytest.mark.parametrize("active", SLOTS)
+def test_ranks_of_a_token(token, convex_table, active):
+    """A budget for each token, and one for all."""
+    ids, gates = routing(3, active)
+    for budget in (torch.tensor([2.0, 3.7, 8.0]), torch.tensor(4.3)):
+        given = (convex_table(EXPERTS), budget, torch.tensor(7, dtype=torch.int32), 2)
+        found = token(ids, gates, allocation.Allocation(gates, *given))
+        assert torch.equal(found, allocation.allocate(gates, ids, *given, True))
+
+
+@pytest.mark.parametrize("active", SLOTS)
+def test_thresholds_of_a_token(token, active):
+    """A gate that is a threshold's root, and one that is no number."""
+    ids, gates = routing(3, active)
+    ids[1, 0], gates[1, 0], ids[2, 0], gates[2, 0] = 2, 0.5, 3, float("nan")
+    k_max = torch.tensor(6, dtype=torch.int32)
+    found = token(ids, gates, allocation.Thresholds(gates, thresholds(), k_max))
+    assert torch.equal(found, reference.allocate_threshold(gates, ids, thresholds(), k_max))
+    if active > 1:  # else the place of padding
+        assert found[1, 0] == 0 and found[2, 0] == 6
+
+
+@pytest.mark.parametrize("rule", ["rank", "threshold"])
+def test_slots_one_by_one(block, convex_table, rule):
+    """Copies that do not wait for k, and those that do, bring the planes that are read."""
+    (ids, gates), k_max = routing(1, 3), torch.tensor(8, dtype=torch.int32)
+    if rule == "rank":
+        given = (convex_table(EXPERTS), torch.tensor(3.5), k_max, 2)
+        source, expected = allocation.Allocation(gates, *given), allocation.allocate(gates, ids, *given, True)
+    else:
+        source = allocation.Thresholds(gates, thresholds(), k_max)
+        expected = reference.allocate_threshold(gates, ids, thresholds(), k_max)
+    chunks = torch.full(ids.shape, 77, dtype=torch.int32)
+    found = block(ids, gates, chunks, source)
+    assert torch.equal(chunks, expected) and chunks.any()
+    assert torch.equal(found, block(ids, gates, expected, None))
