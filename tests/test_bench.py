@@ -235,8 +235,9 @@ def test_the_table_of_the_readme_is_the_measured_one():
     measured = {}
     result = json.loads((ROOT / "tests/benchmarks/results/h200_layer.json").read_text(encoding="utf-8"))
     for row in result["shapes"][0]["rows"]:
-        own = measured.setdefault(row["tokens"], dict(row["baseline_us"]))
-        own[row["allocation"], row["scope"]] = row["us"]
+        if row["budget"] == 4:
+            own = measured.setdefault(row["tokens"], dict(row["baseline_us"]))
+            own[row["allocation"], row["scope"]] = row["us"]
     ways = [("dpa", "token"), ("dpa", "dispatch"), ("threshold-skip", "token"), ("uniform", "token")]
     columns = [*ways, "grouped_mm", "bare_grouped_mm"]
     expected = [f"| {tokens} | " + " | ".join(f"{own[c]:.0f}" for c in columns) + " |" for tokens, own in measured.items()]
