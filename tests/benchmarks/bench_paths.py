@@ -1,0 +1,64 @@
+"""The expert block alone behind given planes, by each path: every k, and a mix of k in each token.
+
+python tests/benchmarks/bench_paths.py [--model qwen3_moe] [--tokens 1,8,16,64] [--device cuda]
+"""
+
+import argparse
+from functools import partial
+
+import torch
+
+from dpamoe import measure, synthetic, tables
+from dpamoe.bench import bytes_read
+from dpamoe.kernels import paths
+from dpamoe.modules import layer_shape
+from dpamoe.spec import EncodeSpec
+from dpamoe.tune import build_layers
+
+MIX = (7, 5, 4, 4, 4, 3, 3, 2)  # planes of the slots of a token, repeated; 4 on average
+PLANES = (2, 4, 8, "mixed")
+
+
+def given(kind, tokens: int, active: int, device) -> torch.Tensor:
+    """Planes of every pair, int32 [T, A]."""
+    own = MIX if kind == "mixed" else (kind,)
+    return torch.tensor([own[slot % len(own)] for slot in range(active)], dtype=torch.int32, device=device).repeat(tokens, 1)
+
+
+def rows_of(layers, tokens: int, copied: float, device) -> list[tuple[str, ...]]:
+    """A row of the table for each number of planes: bytes that must be read, their time at the speed of a copy, each path's."""
+    site = layers[0].site
+    inputs = [synthetic.routing(site, tokens, device, seed) for seed in range(len(layers))]
+    rows = []
+    for kind in PLANES:
+        chunks = given(kind, tokens, site.top_k, device)
+        calls = [partial(layer.compute, *own, chunks) for layer, own in zip(layers, inputs, strict=True)]
+        read = sum(bytes_read(layer, own[1], chunks) for layer, own in zip(layers, inputs, strict=True)) / len(layers)
+        times = []
+        for path in paths.available(layer_shape(site, layers[0].spec), device):
+            with paths.forced(path):
+                times.append(f"{measure.microseconds(calls, device):.1f}")
+        rows.append((str(tokens), str(kind), f"{read / 1e6:.2f}", f"{read / copied * 1e6:.1f}", *times))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3_moe")
+    parser.add_argument("--tokens", default="1,8,16,64")
+    parser.add_argument("--device", default="cuda")
+    given_flags = parser.parse_args()
+    device, spec = measure.device_of(given_flags.device), EncodeSpec()
+    _, sites = synthetic.with_sites(synthetic.read_config(given_flags.model), spec)
+    copied = measure.copy_bandwidth(device)
+    print(measure.heading({**measure.facts(device)}))
+    for site in synthetic.distinct(sites):
+        layers = build_layers(site, spec, device)
+        shape = layer_shape(site, spec)
+        head = ("tokens", "k", "MB", "at copy speed µs", *(f"{path} µs" for path in paths.available(shape, device)))
+        rows = [row for tokens in given_flags.tokens.split(",") for row in rows_of(layers, int(tokens), copied, device)]
+        print(f"{shape.key}, {len(layers)} layers in turn", tables.aligned(head, rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
