@@ -121,7 +121,9 @@ def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, cop
 
 
 def _path(shape: paths.Shape, tokens: int, device: torch.device) -> str:
-    return paths.choose(shape, tokens, device, "bits" in paths.available(shape, device)) if device.type == "cuda" else "torch"
+    if device.type != "cuda":
+        return "torch"
+    return paths.choose(shape, tokens, device, "bits" in paths.available(shape, device, tokens))
 
 
 def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:

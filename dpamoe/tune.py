@@ -78,7 +78,7 @@ def time_layers(layers: list[EncodedExperts], tokens: int, budget: float, device
         chunks = [_planes(layer, spend, *given[1:]) for layer, given in zip(layers, inputs, strict=True)]
         calls = [partial(layers[i].compute, *inputs[i], chunks[i]) for i in range(few)]
         by_path = {}
-        for path in paths.available(layer_shape(site, layers[0].spec), device):
+        for path in paths.available(layer_shape(site, layers[0].spec), device, tokens):
             with paths.forced(path):
                 by_path[path] = measure.microseconds(calls, device)
         times.append(by_path)
@@ -142,7 +142,7 @@ def table(outcome: dict) -> str:
         head = ("tokens", *(f"{path} µs" for path in measured), "chosen", "uniform µs", "dpa / uniform")
         rows = [
             (
-                str(row["tokens"]), *(f"{row[f'{path}_us']:.1f}" for path in measured), row["chosen"],
+                str(row["tokens"]), *(tables.cell(row.get(f"{path}_us"), ".1f") for path in measured), row["chosen"],
                 f"{row['uniform_us']:.1f}", f"{row['dpa_over_uniform']:.3f}",
             )
             for row in shape["rows"]

@@ -15,12 +15,11 @@ from dpamoe.kernels.bitserial_decode import down_kernel, up_kernel
 from dpamoe.kernels.bitserial_group import group_kernel
 from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
+from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_experts import combine, rule_of, strides_of, tensors_of
 
-GROUP = 128  # weights that have one scale, and inputs whose bits have one step
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
-MOST_PAIRS = 1024  # that are put in order by comparing each with each
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
@@ -30,12 +29,12 @@ REGISTERS = 1 << 16  # of a multiprocessor
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
     """Whether these kernels can read these weights: free fp16 scales in groups of 128, whole groups and tiles of 64 rows."""
     pieces = max(pieces_of(up.in_features, WARPS), triton.cdiv(active * pieces_of(down.in_features, 1), WARPS))
-    few = pairs <= MOST_PAIRS and active <= MOST_SLOTS and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
+    few = pairs <= BIT_PAIRS and active <= MOST_SLOTS and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
     return few and all(
         weight.unit is None
         and weight.offset.dtype == torch.float16
-        and group_width(weight.in_features, weight.group_size) == GROUP
-        and weight.in_features % GROUP == 0
+        and group_width(weight.in_features, weight.group_size) == BIT_GROUP
+        and weight.in_features % BIT_GROUP == 0
         and weight.offset.shape[1] % 64 == 0
         and weight.planes[0].numel() // 4 < 1 << 31
         and all(tensor.data_ptr() % 16 == 0 and tensor.is_contiguous() for tensor in weight.tensors().values())

@@ -32,6 +32,7 @@ SHARED_PAIRS = 2.0
 SHARED_PAIRS_OF_BITS = 4.2
 BIT_CARDS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))  # with 1-bit products in hardware; others only imitate them
 BIT_GROUP = 128
+BIT_PAIRS = 1024  # that are put in order by comparing each with each
 
 _forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -147,9 +148,10 @@ def has_bits(device: torch.device) -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
-def available(shape: Shape, device: torch.device) -> tuple[str, ...]:
-    """The paths that can compute layers of a shape on a device."""
+def available(shape: Shape, device: torch.device, tokens: int = 1) -> tuple[str, ...]:
+    """The paths that can compute so many tokens in layers of a shape on a device."""
     bits = has_bits(device) and shape.group_size == BIT_GROUP and shape.scale_mode == "shared"
+    bits = bits and tokens * shape.active <= BIT_PAIRS
     return tuple(path for path in PATHS if bits or path != "bits")
 
 

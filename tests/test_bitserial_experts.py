@@ -42,7 +42,7 @@ def card(monkeypatch):
 def test_what_is_usable():
     assert bits.usable(8, 8, weight(), weight())
     assert bits.usable(1, 1, weight(64, 128, 1, 2), weight(64, 128, 1, 2))
-    assert bits.usable(bits.MOST_PAIRS, bits.MOST_SLOTS, weight(), weight())
+    assert bits.usable(bits.BIT_PAIRS, bits.MOST_SLOTS, weight(), weight())
     assert bits.usable(8, 8, weight(inputs=128, group=-1), weight())  # whole rows that are one group
 
 
@@ -82,7 +82,7 @@ def test_tensors_must_stand_as_they_are_copied(name, moved):
 
 
 def test_calls_that_are_not_usable():
-    assert not bits.usable(bits.MOST_PAIRS + 1, 8, weight(), weight())
+    assert not bits.usable(bits.BIT_PAIRS + 1, 8, weight(), weight())
     assert not bits.usable(17, 17, weight(), weight())
 
 

@@ -141,7 +141,9 @@ def test_cards_with_1_bit_products(card, capability, bits):
     assert paths.available(SHAPE, device) == (paths.PATHS if bits else ("decode", "prefill"))
     for other in ({"group_size": 64}, {"scale_mode": "tied"}):
         assert paths.available(replace(SHAPE, **other), device) == ("decode", "prefill")
-    assert paths.available(SHAPE, CPU) == ("decode", "prefill")
+    most = paths.BIT_PAIRS // SHAPE.active
+    assert paths.available(SHAPE, device, most) == paths.available(SHAPE, device)
+    assert paths.available(SHAPE, device, most + 1) == paths.available(SHAPE, CPU) == ("decode", "prefill")
 
 
 def test_no_1_bit_products_without_their_dialect(card, monkeypatch):

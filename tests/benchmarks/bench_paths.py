@@ -35,9 +35,11 @@ def rows_of(layers, tokens: int, copied: float, device) -> list[tuple[str, ...]]
         calls = [partial(layer.compute, *own, chunks) for layer, own in zip(layers, inputs, strict=True)]
         read = sum(bytes_read(layer, own[1], chunks) for layer, own in zip(layers, inputs, strict=True)) / len(layers)
         times = []
-        for path in paths.available(layer_shape(site, layers[0].spec), device):
+        shape = layer_shape(site, layers[0].spec)
+        for path in paths.available(shape, device):
             with paths.forced(path):
-                times.append(f"{measure.microseconds(calls, device):.1f}")
+                there = path in paths.available(shape, device, tokens)
+                times.append(tables.cell(measure.microseconds(calls, device) if there else None, ".1f"))
         rows.append((str(tokens), str(kind), f"{read / 1e6:.2f}", f"{read / copied * 1e6:.1f}", *times))
     return rows
 
