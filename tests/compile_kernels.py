@@ -255,7 +255,7 @@ def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     if sizes["TIED"]:
         types |= {"scales": ("*u8",), "offset": "*i8", "unit": "*fp32"}
     kernel = hopper_prefill.hopper_prefill_kernel
-    return compile_for(card, kernel, constants, types, GluonASTSource, counted, num_warps=hopper_experts.WARPS)
+    return compile_for(card, kernel, constants, types, GluonASTSource, counted=counted, num_warps=hopper_experts.WARPS)
 
 
 class Compiled:

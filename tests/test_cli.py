@@ -343,6 +343,7 @@ def test_demo_for_people(run, tmp_path, monkeypatch):
     assert all(len(line) > 30 for line in written) and "routed experts encoded: 64 of 64" in err
 
 
+@pytest.mark.slow
 def test_demo_with_a_preset(run, tmp_path, monkeypatch):
     from dpamoe.cli import demo
 

@@ -52,6 +52,7 @@ def dpamoe(*arguments):
     return [sys.executable, "-m", "dpamoe.cli.main", *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_launched_by_accelerate_each_encodes_every_second_layer(arguments, one, tmp_path):
     out = tmp_path / "model"
     done = call(jobs.command(2, [*arguments(out), "--json"]))

@@ -96,6 +96,7 @@ def unbroken(source, out, random_ids, monkeypatch):
     return {name: content for name, content in contents(out).items() if name.endswith((".safetensors", "index.json"))}
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_at_any_moment(on_disk, source, tmp_path, random_ids, monkeypatch):
     said, out = on_disk("full")
     assert len(said) > 8 and all(ROOM in message for message in said), said

@@ -78,6 +78,7 @@ def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path):
     assert exact["mean_planes"] == 3 and 0 < abs(threshold["mean_planes"] - 3) < 0.1
 
 
+@pytest.mark.slow
 def test_presets_are_curves_with_an_encoding_each(wanted, tmp_path):
     """As measured one by one; what was measured before is kept."""
     asked = dataclasses.replace(wanted, presets=("paper", "quality"), budgets=(2.0,))

@@ -119,6 +119,7 @@ def test_tasks_are_part_of_what_top_p_depends_on(source, tmp_path, monkeypatch):
     assert made[0] != made[1] != made[2] != made[0]
 
 
+@pytest.mark.slow
 def test_a_model_with_few_planes(source, tmp_path, capsys):
     code, _, err = run(
         capsys,
