@@ -18,7 +18,7 @@ from dpamoe.passes.backend import compile_backend
 from dpamoe.progress import track
 from dpamoe.sites import Site, gather
 from dpamoe.spec import EncodeSpec, SpendSpec, check_budget
-from dpamoe.tune import build_layers
+from dpamoe.tune import build_layers, paths_of
 
 TOKENS = (1, 8, 64, 512, 2048)
 BASELINES = ("grouped_mm", "batched_mm")
@@ -109,9 +109,8 @@ def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, cop
     few = min(len(layers), measure.enough(min(read), device))
     us = measure.microseconds([partial(run, layers[i], *inputs[i]) for i in range(few)], device)
     mean_read = sum(read) / len(read)
-    shape = layer_shape(layers[0].site, layers[0].spec)
     return {
-        "path": _path(shape, inputs[0][1].shape[0], device),
+        "path": _path(layers[0], inputs[0][1].shape[0], device),
         "us": us,
         "mean_planes": float(torch.stack(chunks).float().mean()),
         "bytes_read": round(mean_read),
@@ -120,10 +119,10 @@ def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, cop
     }
 
 
-def _path(shape: paths.Shape, tokens: int, device: torch.device) -> str:
+def _path(layer: EncodedExperts, tokens: int, device: torch.device) -> str:
     if device.type != "cuda":
         return "torch"
-    return paths.choose(shape, tokens, device, "bits" in paths.available(shape, device, tokens))
+    return paths.choose(layer_shape(layer.site, layer.spec), tokens, device, "bits" in paths_of(layer, tokens, device))
 
 
 def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:

@@ -78,11 +78,23 @@ def time_layers(layers: list[EncodedExperts], tokens: int, budget: float, device
         chunks = [_planes(layer, spend, *given[1:]) for layer, given in zip(layers, inputs, strict=True)]
         calls = [partial(layers[i].compute, *inputs[i], chunks[i]) for i in range(few)]
         by_path = {}
-        for path in paths.available(layer_shape(site, layers[0].spec), device, tokens):
+        for path in paths_of(layers[0], tokens, device):
             with paths.forced(path):
                 by_path[path] = measure.microseconds(calls, device)
         times.append(by_path)
     return Timing(tokens, *times)
+
+
+def paths_of(layer: EncodedExperts, tokens: int, device: torch.device) -> tuple[str, ...]:
+    """The paths that compute so many tokens in a layer."""
+    found = paths.available(layer_shape(layer.site, layer.spec), device, tokens)
+    if "bits" not in found:
+        return found
+    from dpamoe.kernels import bitserial_experts  # Triton is not everywhere
+
+    weights = layer.gate_up_proj.weight, layer.down_proj.weight
+    bits = layer.site.fused and bitserial_experts.usable(tokens * layer.site.top_k, layer.site.top_k, *weights)
+    return tuple(path for path in found if bits or path != "bits")
 
 
 def _planes(layer: EncodedExperts, spend: SpendSpec, index: Tensor, weights: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def down_kernel(
     of_slot = 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
     packed = gl.sum(every.to(gl.int64) << of_slot, 0)
     ids, gates = ids + token * ids_token, gates + token * gates_token
-    if packed < 0:  # never, which no compiler knows
+    if most > C:  # never, which no compiler knows
         for spare in gl.static_range(SPARE):
             buffers[CAP * PIECES + spare].store(gl.zeros([16, 8 * NW], gl.int32, words_layout(NW)))
     found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, OUT, IN, PIECES, NW)

@@ -29,7 +29,12 @@ REGISTERS = 1 << 16  # of a multiprocessor
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
     """Whether these kernels can read these weights: free fp16 scales in groups of 128, whole groups and tiles of 64 rows."""
     pieces = max(pieces_of(up.in_features, WARPS), triton.cdiv(active * pieces_of(down.in_features, 1), WARPS))
-    few = pairs <= BIT_PAIRS and active <= MOST_SLOTS and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
+    few = (
+        pairs <= BIT_PAIRS
+        and active <= MOST_SLOTS
+        and len(up.planes) == len(down.planes)
+        and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
+    )
     return few and all(
         weight.unit is None
         and weight.offset.dtype == torch.float16

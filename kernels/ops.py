@@ -18,6 +18,7 @@ from dpamoe.kernels import allocation, grouped, paths, reference
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
+BITS = "1-bit products"
 ALLOCATED_INSIDE = 32  # active experts up to which the decode kernel allocates by itself, in one warp
 
 
@@ -54,25 +55,30 @@ def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, argum
     if not hopper_experts.usable(*weights):
         return portable(*arguments)
     own = partial(getattr(hopper_experts, name), *arguments, *guesses)
-    return _or_else(own, partial(portable, *arguments), "Hopper", x.device)
+    return _or_else(own, partial(portable, *arguments), _kernels("Hopper", x.device, weights))
 
 
-def _or_else(own: Callable[[], Tensor], portable: Callable[[], Tensor], kernels: str, device: torch.device) -> Tensor:
-    """What kernels for certain cards give, or, where this version of Triton does not compile them, those for any card."""
+def _or_else(own: Callable[[], Tensor], portable: Callable[[], Tensor], kernels: tuple) -> Tensor:
+    """What kernels for certain cards give, or, where they do not compile or do not fit, those for any card."""
     from triton.errors import TritonError
 
-    if (kernels, device) not in _broken:
+    if kernels not in _broken:
         try:
             return own()
         except (TritonError, RuntimeError) as error:
             if not isinstance(error, TritonError) and "PassManager" not in str(error):
                 raise
-            _broken.append((kernels, device))
-            warnings.warn(f"the kernels for {kernels} do not compile, those for any card run instead: {error}", stacklevel=2)
+            _broken.append(kernels)
+            warnings.warn(f"kernels for {kernels[0]} cannot be made, those for any card run instead: {error}", stacklevel=2)
     return portable()
 
 
-_broken: list[tuple[str, torch.device]] = []  # kernels that this version of Triton does not compile, and for which device
+def _kernels(name: str, device: torch.device, weights: tuple[EncodedWeight, ...]) -> tuple:
+    """What an entry of `_broken` names: kernels, device, shapes."""
+    return name, device, *(tuple(weight.offset.shape) for weight in weights)
+
+
+_broken: list[tuple] = []  # kernels that this version of Triton does not make, on which device, for which weights
 
 
 def _has_own_kernels(device: torch.device) -> bool:
@@ -240,7 +246,7 @@ def _expert_ffn(
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
-    the dtype of x, accumulated in fp32, slots added in order. one_k: the caller's guess that all pairs of an expert
+    the dtype of x, accumulated in fp32, always in one order. one_k: the caller's guess that all pairs of an expert
     have the same k, by which kernels may choose how they cut their work; a wrong guess costs time alone. Raises ValueError on
     shapes that do not fit.
     """
@@ -293,12 +299,12 @@ def _ffn_in_triton(
             return decode()
         from dpamoe.kernels import bitserial_experts
 
-        return _or_else(partial(bitserial_experts.ffn, *arguments, source), decode, "1-bit products", x.device)
+        return _or_else(partial(bitserial_experts.ffn, *arguments, source), decode, _kernels(BITS, x.device, (up, down)))
 
 
 def _has_bits(x: Tensor, expert_ids: Tensor, up: EncodedWeight, down: EncodedWeight) -> bool:
     """Whether the 1-bit products compute this expert block."""
-    if not paths.has_bits(x.device):
+    if not paths.has_bits(x.device) or _kernels(BITS, x.device, (up, down)) in _broken:
         return False
     from dpamoe.kernels import bitserial_experts
 

@@ -13,7 +13,7 @@ from dpamoe.bench import bytes_read
 from dpamoe.kernels import paths
 from dpamoe.modules import layer_shape
 from dpamoe.spec import EncodeSpec
-from dpamoe.tune import build_layers
+from dpamoe.tune import build_layers, paths_of
 
 MIX = (7, 5, 4, 4, 4, 3, 3, 2)  # planes of the slots of a token, repeated; 4 on average
 PLANES = (2, 4, 8, "mixed")
@@ -38,7 +38,7 @@ def rows_of(layers, tokens: int, copied: float, device) -> list[tuple[str, ...]]
         shape = layer_shape(site, layers[0].spec)
         for path in paths.available(shape, device):
             with paths.forced(path):
-                there = path in paths.available(shape, device, tokens)
+                there = path in paths_of(layers[0], tokens, device)
                 times.append(tables.cell(measure.microseconds(calls, device) if there else None, ".1f"))
         rows.append((str(tokens), str(kind), f"{read / 1e6:.2f}", f"{read / copied * 1e6:.1f}", *times))
     return rows
