@@ -146,10 +146,7 @@ PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), _letters("ffff", "f" * 4 + "
 MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
 
 # for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
-SCALE_FIRST, SCALE_SECOND, SCALE_LETTERS = (
-    gl.constexpr(_scale(0)),
-    gl.constexpr(_scale(2)),
-    _letters("ffff", "f" * 8 + "r" * 12),
-)
+SCALE_FIRST, SCALE_SECOND = gl.constexpr(_scale(0)), gl.constexpr(_scale(2))
+SCALE_LETTERS = _letters("ffff", "f" * 8 + "r" * 12)
 OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
 OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 12)

@@ -104,7 +104,7 @@ def _up_rows(
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
     """W_k x of 16 rows, and of those WIDTH further on: rows in registers 0 and 1, and in 2 and 3."""
-    r, column, input_, _ = places(NW)
+    r, column, input_ = places(NW)
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
@@ -265,7 +265,7 @@ def _places_of(
     found, scales, offset, first_input, first_row, IN: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
 ):  # fmt: skip
     """Of each piece: planes, where its words stand, gate, where its inputs begin, the first one's number, scales."""
-    r, column, input_, _ = places(NW)
+    r, column, input_ = places(NW)
     line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
     pieces = ()
@@ -292,7 +292,7 @@ def _down_rows(
         X = X + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
         start += 128
         Y = Y + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
-    r, column, _, _ = places(NW)
+    r, column, _ = places(NW)
     weights = column_weights((column + r) * 0)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     async_copy.wait_group(0)

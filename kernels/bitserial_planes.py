@@ -77,7 +77,7 @@ def planes_of_token(
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         k = gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
         k = gl.where(is_held(expert, E), k, 0).to(gl.int32)
-    return gl.minimum(k, C)
+    return k
 
 
 @gluon.jit
@@ -101,4 +101,4 @@ def planes_of_slot(
     else:
         k = gl.load(chunks + token * chunks_token + own * chunks_slot)
         k = gl.where(is_held(gl.load(ids + token * ids_token + own * ids_slot), E), k, 0).to(gl.int32)
-    return gl.minimum(k, C)
+    return k

@@ -44,12 +44,12 @@ def words_layout(NW, RT=1):
 
 @gluon.jit
 def places(NW: gl.constexpr):
-    """Of each register: its row and column in the words, and where its input and its scale stand in a pair of groups."""
+    """Of each register: its row and column in the words, and which input of a group it cuts."""
     layout: gl.constexpr = words_layout(NW)
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
     register = row // 8 + 2 * (column // 4 % 2)
-    return row, column, row % 8 + 8 * (column % 4) + 32 * register, column // 4 % 2
+    return row, column, row % 8 + 8 * (column % 4) + 32 * register
 
 
 @gluon.jit

@@ -4,11 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_asm import SLICE, SLICE_LETTERS
 from dpamoe.kernels.bitserial_planes import planes_of_token, square_layout
+from dpamoe.kernels.bitserial_product import cut
 from dpamoe.kernels.triton_allocate import is_held
-
-WARPS = 8  # each cuts 256 inputs at a time
 
 
 @gluon.constexpr_function
@@ -27,8 +25,7 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr):
     for group in gl.static_range(2):
         at = pair * 256 + 128 * group + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
         value = gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32)
-        cut = gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
-        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut, mask=pair * 256 < IN)
+        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(value), mask=pair * 256 < IN)
 
 
 @gluon.jit
