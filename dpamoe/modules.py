@@ -213,8 +213,7 @@ class EncodedExperts(nn.Module):
             index = chosen(top_k_index)
             weights = top_k_weights.view(index.shape)
         chunks = self.allocate(index, weights)
-        planes = torch.arange(self.spent.numel(), device=chunks.device)
-        self.spent.add_((chunks.flatten()[:, None] == planes).sum(0))  # compiled: one kernel, where a scatter also copies
+        torch.ops.dpamoe.count(chunks, self.spent)
         if self.spend.skip:
             self.skipped.add_(((chunks == 0) & (index >= 0) & (index < self.site.experts)).sum())
         if self.follows and not self._falls_back(index):

@@ -10,22 +10,32 @@ from dpamoe.kernels import reference
 
 @dataclass(frozen=True)
 class Allocation:
-    """What `allocate` takes beside the experts of the pairs; its rows of residuals are convex from k_min on."""
+    """What `allocate` takes beside the experts of the pairs; its rows of residuals are convex from k_min on.
+
+    spent: int64 [C + 1], counts of pairs by their planes, to which these pairs are added.
+    """
 
     gates: Tensor
     residuals: Tensor
     budget: Tensor
     k_max: Tensor
     k_min: int
+    spent: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What `allocate_threshold` takes beside the experts of the pairs."""
+    """What `allocate_threshold` takes beside the experts of the pairs, and spent as in `Allocation`."""
 
     gates: Tensor
     thresholds: Tensor
     k_max: Tensor
+    spent: Tensor | None = None
+
+
+def count(chunks: Tensor, spent: Tensor) -> None:
+    """Add to spent, int64 [C + 1], how many pairs have each number of planes."""
+    spent.add_((chunks.flatten()[:, None] == torch.arange(spent.numel(), device=spent.device)).sum(0))
 
 
 def is_convex(residuals: Tensor, k_min: int) -> bool:

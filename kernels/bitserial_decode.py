@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_planes import planes_of_slot, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_planes import keep_planes, planes_of_slot, planes_of_token, square_layout
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -57,15 +57,15 @@ def _ask_stages(
 
 @gluon.jit
 def up_kernel(
-    x, ids, chunks, gates, table, budget, k_max, planes, scales, offset, bias, hidden,
+    x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, bias, hidden,
     x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    BIAS: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
-    Rules as in `planes_of_token`; where k is not given, it is written to chunks. The K_MIN first planes do not wait for k.
+    Rules as in `planes_of_token`, k as in `keep_planes` where it is not given. The K_MIN first planes do not wait for k.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -85,7 +85,7 @@ def up_kernel(
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
     )  # fmt: skip
     if RULE != "given":
-        gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=tile == 0)
+        keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if k > 0:
         total = _up_rows(

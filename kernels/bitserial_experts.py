@@ -17,7 +17,7 @@ from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_experts import combine, rule_of, strides_of, tensors_of
+from dpamoe.kernels.triton_experts import combine, counts, rule_of, strides_of, tensors_of
 
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
@@ -110,13 +110,13 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
     up_kernel[(down.in_features // 16, tokens * active)](
         x, ids, chunks, *tables, *_tensors(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]), *strides,
-        **rule, **_sizes(up, up_bias), A=active, N=slots, E=up.offset.shape[0], GATED=gated, ACT=activation,
-        CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS),
+        **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
+        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
     pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
-        hidden, ids, chunks, gates, *tables[1:], *_tensors(down, down_bias), out,
+        hidden, ids, chunks, gates, *tables[1:4], *_tensors(down, down_bias), out,
         *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
         CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS,
         **_launch(x.device, WARPS),
@@ -160,8 +160,8 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     tables, strides, rule = rule_of(source, chunks)
     order_kernel[(tokens, parts + 1)](
         x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
-        *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features, C=len(up.planes),
-        P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=WARPS, **_launch(device, WARPS),
+        *strides, **rule, COUNT=counts(source), A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
+        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=WARPS, **_launch(device, WARPS),
     )  # fmt: skip
     return bits, Order(order, planes, entries)
 

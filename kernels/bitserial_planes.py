@@ -81,6 +81,14 @@ def planes_of_token(
 
 
 @gluon.jit
+def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
+    """Write planes that were found where they belong and, COUNT, count them."""
+    gl.store(at, k, mask=mask)
+    if COUNT:
+        gl.atomic_add(spent + k, 1, mask=mask)
+
+
+@gluon.jit
 def planes_of_slot(
     chunks, gates, ids, table, budget, k_max, token, own, chunks_token, chunks_slot, gates_token, gates_slot,
     ids_token, ids_slot, row, column, budget_token,

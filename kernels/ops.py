@@ -6,7 +6,6 @@ unit (see `layout`). On CUDA the Triton kernels run; torch code runs on the CPU,
 fp32 rows while `torch.get_float32_matmul_precision()` is "highest", since the kernels multiply in fp16.
 """
 
-import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,18 +14,12 @@ import torch
 from torch import Tensor
 
 from dpamoe.kernels import allocation, grouped, paths, reference
+from dpamoe.kernels.define import define
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
 BITS = "1-bit products"
 ALLOCATED_INSIDE = 32  # active experts up to which the decode kernel allocates by itself, in one warp
-
-
-def _define(name: str, function, fake):
-    op = torch.library.custom_op(f"dpamoe::{name}", function, mutates_args=(), device_types="cuda")
-    op.register_kernel("cpu")(function)
-    op.register_fake(fake)
-    return op
 
 
 def _in_triton(x: Tensor, expert_ids: Tensor, *weights: EncodedWeight) -> bool:
@@ -48,7 +41,7 @@ def _many_tokens(x: Tensor, weights: tuple[EncodedWeight, ...], name: str, argum
     from dpamoe.kernels import triton_experts
 
     portable = getattr(triton_experts, name)
-    if not _has_own_kernels(x.device):
+    if not paths.has_own_prefill(x.device):
         return portable(*arguments)
     from dpamoe.kernels import hopper_experts
 
@@ -79,13 +72,6 @@ def _kernels(name: str, device: torch.device, weights: tuple[EncodedWeight, ...]
 
 
 _broken: list[tuple] = []  # kernels that this version of Triton does not make, on which device, for which weights
-
-
-def _has_own_kernels(device: torch.device) -> bool:
-    """Whether it is a Hopper card, and Triton has the dialect, which is young, that the kernels for it are written in."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gated: bool, bits: bool = False) -> str:
@@ -196,6 +182,16 @@ def _allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k
     return reference.allocate_threshold(gates, expert_ids, thresholds, k_max)
 
 
+def _count(chunks: Tensor, spent: Tensor) -> None:
+    """Add to spent, int64 [C + 1], how many of the pairs, int32 [T, A], have each number of planes; padding has 0."""
+    if paths.has_triton(chunks.device):
+        from dpamoe.kernels import triton_threshold
+
+        with torch.cuda.device_of(chunks):
+            return triton_threshold.count(chunks, spent)
+    return allocation.count(chunks, spent)
+
+
 def _allocate_threshold_fake(gates, expert_ids, thresholds, k_max):
     return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
@@ -302,6 +298,14 @@ def _ffn_in_triton(
         return _or_else(partial(bitserial_experts.ffn, *arguments, source), decode, _kernels(BITS, x.device, (up, down)))
 
 
+def _allocated_inside(x, expert_ids, gates, both: tuple, one_k: bool, source) -> tuple[Tensor | None, Tensor]:
+    """As `_ffn_in_triton` with a source of planes, and the planes spent, int32 [T, A]."""
+    chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
+    up, down = _opened(x, expert_ids, *both)
+    block = (up, both[4], down, both[9], both[10])
+    return _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k, source), chunks
+
+
 def _has_bits(x: Tensor, expert_ids: Tensor, up: EncodedWeight, down: EncodedWeight) -> bool:
     """Whether the 1-bit products compute this expert block."""
     if not paths.has_bits(x.device) or _kernels(BITS, x.device, (up, down)) in _broken:
@@ -320,23 +324,22 @@ def _routed_ffn(
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int, convex: bool = False,
-    one_k: bool = False,
+    one_k: bool = False, spent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`allocate` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and the planes spent [T, A]."""
+    """`allocate`, `expert_ffn` and, with spent, `count` in one op; arguments as there. Returns the output and k, [T, A]."""
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
     if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
         _check_table(gates, expert_ids, residuals, k_min)
-        chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
-        up, down = _opened(x, expert_ids, *both)
-        block = (up, up_bias, down, down_bias, activation)
-        source = allocation.Allocation(gates, residuals, budget, k_max, k_min)
-        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k, source)
+        source = allocation.Allocation(gates, residuals, budget, k_max, k_min, spent)
+        output, chunks = _allocated_inside(x, expert_ids, gates, both, one_k, source)
         if output is not None:
             return output, chunks
     chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+    if spent is not None:
+        _count(chunks, spent)
     return _expert_ffn(x, expert_ids, gates, chunks, *both, one_k), chunks
 
 
@@ -348,23 +351,22 @@ def _threshold_ffn(
     x: Tensor, expert_ids: Tensor, gates: Tensor, thresholds: Tensor, k_max: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
-    down_bias: Tensor | None, activation: str, group_size: int,
+    down_bias: Tensor | None, activation: str, group_size: int, spent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`allocate_threshold` and `expert_ffn` in one op; arguments as there. Returns the output [T, H_out] and planes [T, A]."""
+    """As `routed_ffn`, by `allocate_threshold`."""
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
     if paths.has_triton(x.device):
         _check_thresholds(gates, expert_ids, thresholds)
-        chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
-        up, down = _opened(x, expert_ids, *both)
-        block = (up, up_bias, down, down_bias, activation)
-        source = allocation.Thresholds(gates, thresholds, k_max)
-        output = _ffn_in_triton(x, expert_ids, gates, chunks, block, False, source)
+        source = allocation.Thresholds(gates, thresholds, k_max, spent)
+        output, chunks = _allocated_inside(x, expert_ids, gates, both, False, source)
         if output is not None:
             return output, chunks
     chunks = _allocate_threshold(gates, expert_ids, thresholds, k_max)
+    if spent is not None:
+        _count(chunks, spent)
     return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
 
 
@@ -372,10 +374,11 @@ def _threshold_ffn_fake(x, expert_ids, gates, thresholds, k_max, *rest):
     return x.new_empty(x.shape[0], rest[7].shape[1]), expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
-allocate = _define("allocate", _allocate, _allocate_fake)
-allocate_dispatch = _define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
-allocate_threshold = _define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
-expert_matmul = _define("expert_matmul", _expert_matmul, _expert_matmul_fake)
-expert_ffn = _define("expert_ffn", _expert_ffn, _expert_ffn_fake)
-routed_ffn = _define("routed_ffn", _routed_ffn, _routed_ffn_fake)
-threshold_ffn = _define("threshold_ffn", _threshold_ffn, _threshold_ffn_fake)
+allocate = define("allocate", _allocate, _allocate_fake)
+allocate_dispatch = define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
+allocate_threshold = define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
+expert_matmul = define("expert_matmul", _expert_matmul, _expert_matmul_fake)
+expert_ffn = define("expert_ffn", _expert_ffn, _expert_ffn_fake)
+routed_ffn = define("routed_ffn", _routed_ffn, _routed_ffn_fake, ("spent",))
+threshold_ffn = define("threshold_ffn", _threshold_ffn, _threshold_ffn_fake, ("spent",))
+count = define("count", _count, lambda chunks, spent: None, ("spent",))

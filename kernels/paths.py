@@ -145,6 +145,16 @@ def has_bits(device: torch.device) -> bool:
     """Whether the device multiplies single bits, and Triton has the dialect, which is young, of the kernels for it."""
     if not has_triton(device) or torch.cuda.get_device_capability(device) not in BIT_CARDS:
         return False
+    return _has_gluon()
+
+
+@cache
+def has_own_prefill(device: torch.device) -> bool:
+    """Whether it is a Hopper card, for which there are prefill kernels of its own, and Triton has their dialect."""
+    return has_triton(device) and torch.cuda.get_device_capability(device) == (9, 0) and _has_gluon()
+
+
+def _has_gluon() -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 

@@ -122,18 +122,19 @@ def _planes_of_pair(
 
 @triton.jit
 def up_kernel(
-    x, ids, chunks, gates, table, budget, k_max, planes, scales, offset, unit, bias, out,
+    x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, unit, bias, out,
     x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, table_row, table_column,
     budget_token,
     A: tl.constexpr, E: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr, TIED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     UNITS: tl.constexpr, ROWS: tl.constexpr, RULE: tl.constexpr, K_MIN: tl.constexpr, COLUMNS: tl.constexpr,
-    A_PAD: tl.constexpr, ASM: tl.constexpr,
+    COUNT: tl.constexpr, A_PAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One pair, ROWS rows of its expert: out[pair, row] = act(W_k x + bias).
 
     RULE: "given", k is read from chunks; else it comes from the gates in every program, and the first one of a pair writes it
-    there: "rank", by rank selection over a table of residuals, "threshold", by the COLUMNS thresholds of a table.
+    there: "rank", by rank selection over a table of residuals, "threshold", by the COLUMNS thresholds of a table. COUNT: and
+    counts it in spent.
     """
     pair, tile = tl.program_id(0), tl.program_id(1)
     token, slot = pair // A, pair % A
@@ -146,6 +147,8 @@ def up_kernel(
     if RULE != "given":  # noqa: SIM102
         if tile == 0:
             tl.store(own, k)
+            if COUNT:
+                tl.atomic_add(spent + k, tl.full([], 1, tl.int64))
     expert = expert.to(tl.int32)
     width: tl.constexpr = OUT // 2 if GATED else OUT
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None, None]

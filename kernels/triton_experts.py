@@ -92,19 +92,25 @@ def strides_of(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def rule_of(source: Allocation | Thresholds | None, chunks: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict]:
-    """Where `up_kernel` has k from: gates, table, budget and k_max; strides of the table and of the budget; its constants.
+    """Where `up_kernel` has k from: gates, table, budget, k_max, spent; strides of the table and of the budget; its constants.
 
     Tensors that its rule does not read are stood in for.
     """
     if source is None:
-        return (chunks,) * 4, (0, 0, 0), {"RULE": "given", "K_MIN": 0, "COLUMNS": 0}
+        return (chunks,) * 5, (0, 0, 0), {"RULE": "given", "K_MIN": 0, "COLUMNS": 0}
+    spent = chunks if source.spent is None else source.spent
     if isinstance(source, Thresholds):
         table = source.thresholds
         constants = {"RULE": "threshold", "K_MIN": 0, "COLUMNS": table.shape[1]}
-        return (source.gates, table, table, source.k_max), (*table.stride(), 0), constants
+        return (source.gates, table, table, source.k_max, spent), (*table.stride(), 0), constants
     table, budget = source.residuals, source.budget
     strides = (*table.stride(), budget.stride(0) if budget.dim() else 0)
-    return (source.gates, table, budget, source.k_max), strides, {"RULE": "rank", "K_MIN": source.k_min, "COLUMNS": 0}
+    return (source.gates, table, budget, source.k_max, spent), strides, {"RULE": "rank", "K_MIN": source.k_min, "COLUMNS": 0}
+
+
+def counts(source: Allocation | Thresholds | None) -> bool:
+    """Whether `up_kernel` counts the planes that it hands out."""
+    return source is not None and source.spent is not None
 
 
 def decode_up(
@@ -125,7 +131,7 @@ def decode_up(
         A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), BLOCK=block, ROWS=per_program,
         UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))),
-        **rule, A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
+        **rule, COUNT=counts(source), A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel of `allocate_threshold`: every pair compares its squared gate with the thresholds of its expert, by itself."""
+"""Triton kernels of `allocate_threshold`, where a pair compares its squared gate with its expert's thresholds, and `count`."""
 
 import torch
 import triton
@@ -37,6 +37,24 @@ def threshold_kernel(
     gate = tl.load(gates + token * gates_row + slot * gates_column, mask=pair < pairs, other=0.0)
     k = planes_above(gate, expert, thresholds, k_max, experts, thresholds_row, thresholds_column, C)
     tl.store(chunks + pair, k, mask=pair < pairs)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(chunks, spent, pairs, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to spent int64 [C + 1] how many of BLOCK pairs have each number of planes."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.load(chunks + pair, mask=pair < pairs, other=-1)
+    for c in tl.static_range(C + 1):
+        tl.atomic_add(spent + c, tl.sum((k == c).to(tl.int32), 0).to(tl.int64))
+
+
+def count(chunks: Tensor, spent: Tensor) -> None:
+    """As `ops.count`, in one launch; tensors on one device."""
+    if chunks.numel():
+        chunks = chunks.contiguous()
+        count_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
+            chunks, spent, chunks.numel(), C=spent.numel() - 1, BLOCK=BLOCK, num_warps=4
+        )
 
 
 def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`torch.compile(model, backend="dpamoe")`: fuse what only we know how to fuse, then hand the graph to Inductor.
 
-A transformed model brings our ops along: the allocator is fused into the experts. An untransformed one has its experts encoded
-in the graph, with a weight-only estimate of residuals unless a table is given, and both weights in memory.
+A transformed model brings our ops along: the allocator is fused into the experts, and what follows a router's matmul into one
+op. An untransformed one has its experts encoded in the graph, with a weight-only estimate of residuals unless a table is
+given, and both weights in memory.
 """
 
 import copy
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
 from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
 from dpamoe.passes.plain import encode_regions
+from dpamoe.passes.routing import fuse_routing
 from dpamoe.spec import EncodeSpec, check_budget
 
 NO_TABLE = "no residual table: planes are allocated by gates and a weight-only estimate of each expert's error"
@@ -35,6 +37,7 @@ def compile_backend(gm: fx.GraphModule, example_inputs: list[Tensor], *, options
         extras = _encode(work, example_inputs, **own)
     drop_widening_casts(work)
     fuse_allocation(work)
+    fuse_routing(work)
     compiled = compile_fx(work, [*example_inputs, *extras], config_patches=rest or None)
     return (lambda *args: compiled(*args, *extras)) if extras else compiled
 

@@ -1,4 +1,4 @@
-"""Fuse the allocator into the expert computation behind it: one op, nothing launched in between."""
+"""Fuse the allocator, and what counts its planes, into the expert computation behind it: one op, nothing launched beside."""
 
 import operator
 
@@ -12,8 +12,8 @@ READERS = (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn,
 def fuse_allocation(gm: fx.GraphModule) -> int:
     """Turn every `allocate` whose planes one `expert_ffn` with the same ids and gates reads into `routed_ffn`, in place.
 
-    `allocate_threshold` becomes `threshold_ffn` likewise. Other readers of the planes, such as counters, read them from the
-    fused op. Returns how many pairs were fused.
+    `allocate_threshold` becomes `threshold_ffn` likewise, and a lone `count` of the planes goes along. Other readers of the
+    planes read them from the fused op. Returns how many pairs were fused.
     """
     fused = 0
     for expert in list(gm.graph.nodes):
@@ -24,14 +24,18 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
             continue
         if sum(_is(user, ops.expert_ffn) for user in chunks.users) > 1:
             continue
-        readers = [user for user in chunks.users if user is not expert]
+        counters = [user for user in chunks.users if _is(user, ops.count)]
+        spent = {"spent": counters[0].args[1]} if len(counters) == 1 else {}
+        readers = [user for user in chunks.users if user is not expert and not (spent and user in counters)]
+        for counter in counters if spent else ():
+            gm.graph.erase_node(counter)
         with gm.graph.inserting_before(min([expert, *readers])):
-            both = _both(gm.graph, expert, chunks)
+            both = _both(gm.graph, expert, chunks, spent)
             output = gm.graph.call_function(operator.getitem, (both, 0))
-            spent = gm.graph.call_function(operator.getitem, (both, 1))
+            planes = gm.graph.call_function(operator.getitem, (both, 1))
         expert.replace_all_uses_with(output)
         gm.graph.erase_node(expert)
-        chunks.replace_all_uses_with(spent)
+        chunks.replace_all_uses_with(planes)
         gm.graph.erase_node(chunks)
         fused += 1
     gm.graph.lint()
@@ -43,16 +47,16 @@ def _allocates(node: object) -> bool:
     return _is(node, ops.allocate) or _is(node, ops.allocate_threshold)
 
 
-def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node) -> fx.Node:
-    """The one op that allocates as `chunks` does and computes `expert`."""
+def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, spent: dict[str, fx.Node]) -> fx.Node:
+    """The one op that allocates as `chunks` does, counts in spent and computes `expert`."""
     x, ids, gates, _, *weights = expert.args
     _, _, *table = chunks.args
     if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
         arguments = (x, ids, gates, *table, *weights[:12])
-        return graph.call_function(ops.threshold_ffn.default, arguments, name="threshold_ffn")
+        return graph.call_function(ops.threshold_ffn.default, arguments, spent, name="threshold_ffn")
     residuals, budget, k_max, *rest = table  # k_min, convex
     arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
-    return graph.call_function(ops.routed_ffn.default, arguments, name="routed_ffn")
+    return graph.call_function(ops.routed_ffn.default, arguments, spent, name="routed_ffn")
 
 
 def drop_widening_casts(gm: fx.GraphModule) -> int:

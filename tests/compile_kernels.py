@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
-CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
+CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode", "route",
 "hopper", "some hopper" (two of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, and how many 1-bit products its code has; "hopper": also the most shared memory that its cut was chosen for.
@@ -32,6 +32,7 @@ from dpamoe.kernels import (
     triton_encode_tied,
     triton_experts,
     triton_prefill,
+    triton_route,
     triton_sort,
     triton_threshold,
 )
@@ -41,7 +42,7 @@ EXPERTS, ACTIVE, HIDDEN, INNER, GROUP, PLANES = 128, 8, 2048, 768, 128, 8
 TYPES = {
     "x": "*bf16", "ids": "*i64", "chunks": "*i32", "gates": "*bf16", "planes": ("*u8",) * PLANES,
     "scales": ("*fp16",) * PLANES, "offset": "*fp16", "unit": "*fp16", "bias": "*fp16", "out": "*bf16",
-    "residuals": "*fp32", "table": "*fp32", "thresholds": "*fp32", "budget": "*fp32", "k_max": "*i32",
+    "spent": "*i64", "residuals": "*fp32", "table": "*fp32", "thresholds": "*fp32", "budget": "*fp32", "k_max": "*i32",
     "factor": "*fp32", "order": "*i32", "levels": "*i32", "places": "*i32",
     "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
@@ -83,9 +84,9 @@ def decode(card):
     alone = {"A": ACTIVE, "BLOCK": 128, "ROWS": 8}
     up = UP | alone | {"UNITS": 16, "A_PAD": ACTIVE}
     rules = {
-        "given": {"RULE": "given", "K_MIN": 0, "COLUMNS": 0},
-        "rank": {"RULE": "rank", "K_MIN": 2, "COLUMNS": 0},
-        "threshold": {"RULE": "threshold", "K_MIN": 0, "COLUMNS": PLANES},
+        "given": {"RULE": "given", "K_MIN": 0, "COLUMNS": 0, "COUNT": False},
+        "rank": {"RULE": "rank", "K_MIN": 2, "COLUMNS": 0, "COUNT": True},
+        "threshold": {"RULE": "threshold", "K_MIN": 0, "COLUMNS": PLANES, "COUNT": True},
     }
     down = DOWN | alone
     hidden = {"x": "*fp32"}
@@ -163,7 +164,30 @@ def allocate(card):
         )
     cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK}
     found["threshold"] = compile_for(card, triton_threshold.threshold_kernel, cut, types, num_warps=4)
+    found["counter"] = compile_for(card, triton_threshold.count_kernel, {"C": PLANES, "BLOCK": cut["BLOCK"]}, num_warps=4)
     return found
+
+
+def route(card):
+    """Routers of Qwen3, gpt-oss and DeepSeek-V3, and of as many experts as a kernel takes."""
+    plain = {"GROUPS": 1, "KEPT": 1, "TWO": False, "G": 1, "PDL": card >= 90}
+    rules = {
+        "softmax": {"E": EXPERTS, "P": 128, "A": 8, "N": 8, "SCORE": "softmax", "NORM": "sum", "BIAS": False},
+        "logits": {"E": 32, "P": 32, "A": 4, "N": 4, "SCORE": "logits", "NORM": "softmax", "BIAS": False},
+        "sigmoid": {"E": 256, "P": 256, "A": 8, "N": 8, "SCORE": "sigmoid", "NORM": "sum", "BIAS": True},
+        "most": {"E": 4096, "P": 4096, "A": 8, "N": 8, "SCORE": "sigmoid", "NORM": "none", "BIAS": True},
+    }
+    rules["sigmoid"] |= {"GROUPS": 8, "KEPT": 4, "TWO": True, "G": 8}
+    types = {"logits": "*bf16", "bias": "*fp32", "ids": "*i64", "scale": "fp32"}
+    linear = {"IN": HIDDEN, "BLOCK": HIDDEN, "SHIFT": False, "PDL": card >= 90}
+    found = {
+        f"route {name}": compile_for(
+            card, triton_route.route_kernel, plain | rule, types, num_warps=1 if rule["P"] <= 512 else 4
+        )
+        for name, rule in rules.items()
+    }  # fmt: skip
+    weights = {"weight": "*bf16", "shift": "*bf16", "logits": "*bf16"}
+    return found | {"route linear": compile_for(card, triton_route.linear_kernel, linear, weights, num_warps=4)}
 
 
 def encode(card):
@@ -330,10 +354,11 @@ def launch_bits(ffn, tokens):
         )
         for rows, width in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
     )  # fmt: skip
+    spent = empty(PLANES + 1, dtype=torch.int64)
     sources = (
         None,
-        allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2),
-        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max),
+        allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2, spent),
+        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max, spent),
     )
     for source in sources:
         ids = empty(sizes, dtype=torch.int64)
@@ -342,7 +367,7 @@ def launch_bits(ffn, tokens):
 
 SETS = {
     "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
-    "bits": bits,
+    "bits": bits, "route": route,
 }  # fmt: skip
 PARTS = SETS | {"some hopper": some_hopper, "few bits": partial(bits, batches=(1,))}
 

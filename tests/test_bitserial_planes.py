@@ -88,3 +88,19 @@ def test_slots_one_by_one(block, convex_table, rule):
     found = block(ids, gates, chunks, source)
     assert torch.equal(chunks, expected) and chunks.any()
     assert torch.equal(found, block(ids, gates, expected, None))
+
+
+@pytest.mark.parametrize("rule", ["rank", "threshold"])
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_planes_are_counted(bits_on_cpu, random_encoded, convex_table, rule, tokens):
+    """In a call of few pairs, and in one whose pairs are put in order; padding has no planes."""
+    (ids, gates), k_max = routing(tokens, 4), torch.tensor(7, dtype=torch.int32)
+    assert (tokens * 4 > bits_on_cpu.FEW) == (tokens == 9)
+    up, down = random_encoded(EXPERTS, 64, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
+    chunks, spent = torch.full(ids.shape, -7, dtype=torch.int32), torch.arange(9)
+    if rule == "rank":
+        source = allocation.Allocation(gates, convex_table(EXPERTS), torch.tensor(4.3), k_max, 2, spent)
+    else:
+        source = allocation.Thresholds(gates, thresholds(), k_max, spent)
+    bits_on_cpu.ffn(torch.randn(tokens, 128), ids, gates, chunks, up, None, down, None, "relu", source)
+    assert torch.equal(spent - torch.arange(9), torch.bincount(chunks.flatten(), minlength=9))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dpamoe.kernels import allocation, layout, ops, paths, reference
+from dpamoe.kernels import allocation, layout, paths, reference
 from dpamoe.kernels.layout import EncodedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -101,7 +101,7 @@ def test_decode_against_float64(layer, tf32, tokens):
 @pytest.mark.parametrize(("tokens", "special"), [(64, True), (300, True), (2048, True), (64, False), (300, False)])
 def test_prefill_against_a_bf16_product(layer, monkeypatch, tokens, special, mixed):
     if not special:  # the kernels of every card, on cards that have one of their own
-        monkeypatch.setattr(ops, "_has_own_kernels", lambda *given: False)
+        monkeypatch.setattr(paths, "has_own_prefill", lambda *given: False)
     x, ids, gates, chunks = routing(tokens)
     chunks = chunks if mixed else torch.full_like(chunks, 4)
     with paths.forced("prefill"):
@@ -164,7 +164,7 @@ def test_thresholds_in_decode_against_float64(layer, tf32, tokens, skip):
 @pytest.mark.parametrize(("tokens", "special"), [(64, True), (300, True), (300, False)])
 def test_thresholds_in_prefill_against_a_bf16_product(layer, monkeypatch, tokens, special):
     if not special:
-        monkeypatch.setattr(ops, "_has_own_kernels", lambda *given: False)
+        monkeypatch.setattr(paths, "has_own_prefill", lambda *given: False)
     x, ids, gates, _ = routing(tokens)
     with paths.forced("prefill"):
         found, planes = OPS.threshold_ffn(x, ids, gates, *thresholds(), *opened(layer), "silu_mul", GROUP)

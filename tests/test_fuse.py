@@ -74,7 +74,7 @@ def copies_of(example_inputs):
 
 def test_graph_before_and_after(experts, snapshot):
     gm, _ = captured(experts, *inputs())
-    assert ops(gm) == ["allocate", "expert_ffn"] and lines(gm) == snapshot(name="before")
+    assert ops(gm) == ["allocate", "count", "expert_ffn"] and lines(gm) == snapshot(name="before")
     assert fuse_allocation(gm) == 1
     assert ops(gm) == ["routed_ffn"] and lines(gm) == snapshot(name="after")
     assert fuse_allocation(gm) == 0
@@ -140,7 +140,7 @@ HOW = {"plain": {}, "skip": {"skip": True}, "hold": {"hold": True}}
 def test_thresholds_are_fused_and_the_numbers_hold(by_level, snapshot, how):
     by_level.set_spend(dpamoe.SpendSpec(2.5, **HOW[how], allocator="threshold"))
     gm, example_inputs = captured(by_level, *inputs())
-    assert ops(gm) == ["allocate_threshold", "expert_ffn"] and lines(gm) == snapshot(name="before")
+    assert ops(gm) == ["allocate_threshold", "count", "expert_ffn"] and lines(gm) == snapshot(name="before")
     held = [copies_of(example_inputs) for _ in range(2)]
     with torch.no_grad():
         before = gm(*held[0])

@@ -70,6 +70,23 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     torch.library.opcheck(OPS.expert_ffn.default, (x, ids, gates, chunks, *both))
     torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2))
     torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both))
+    spent = {"spent": torch.arange(9)}
+    torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2), spent)
+    torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both), spent)
+    torch.library.opcheck(OPS.count.default, (chunks, torch.arange(9)))
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_planes_are_counted_by_the_op_that_hands_them_out(random_pairs, convex_table, up, down, tokens):
+    ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
+    x, both = rows(tokens), (*opened(up), *opened(down), "silu_mul", GROUP)
+    for op, table, rest in ((OPS.routed_ffn, allocation(convex_table), (2,)), (OPS.threshold_ffn, levels(), ())):
+        spent = torch.arange(9)
+        _, chunks = op(x, ids, gates, *table, *both, *rest, spent=spent)
+        counted = torch.arange(9)
+        OPS.count(chunks, counted)
+        assert torch.equal(spent, counted)
+        assert torch.equal(counted - torch.arange(9), torch.bincount(chunks.flatten(), minlength=9))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 17])

@@ -189,10 +189,12 @@ def test_allocation_inside_decode(random_pairs, convex_table, layer):
     expected = reference.allocate(gates, ids, table, budget, k_max, 2)
     chunks = torch.full((3, ACTIVE), -7, dtype=torch.int32, device=DEVICE)
     *weights, activation = made
-    source = te.Allocation(*on_device(gates, table, budget, k_max), 2)
+    spent = torch.zeros(PLANES + 1, dtype=torch.int64, device=DEVICE)
+    source = te.Allocation(*on_device(gates, table, budget, k_max), 2, spent)
     moved = on_device(x, ids, gates)
     found = te.decode_ffn(*moved, chunks, *on_device(*weights), activation, source)
     assert torch.equal(chunks.cpu(), expected)
+    assert torch.equal(spent.cpu(), torch.bincount(expected.flatten(), minlength=PLANES + 1))
     assert relative(found.cpu(), grouped.expert_ffn(x, ids, gates, expected, *made)) < ERROR
 
 

@@ -49,9 +49,11 @@ def layer(random_encoded):
 
 def decode(x, ids, gates, rows, k_max, layer):
     """Output and planes of the decode path, whose planes are nowhere before."""
-    chunks = torch.full(ids.shape, -7, dtype=torch.int32, device=DEVICE)
+    chunks, spent = torch.full(ids.shape, -7, dtype=torch.int32, device=DEVICE), torch.arange(PLANES + 1, device=DEVICE)
     x, ids, gates, rows, k_max = (t.to(DEVICE) for t in (x, ids, gates, rows, k_max))
-    out = te.decode_ffn(x, ids, gates, chunks, *map(moved, layer), "silu_mul", Thresholds(gates, rows, k_max))
+    out = te.decode_ffn(x, ids, gates, chunks, *map(moved, layer), "silu_mul", Thresholds(gates, rows, k_max, spent))
+    counted = torch.bincount(chunks.flatten(), minlength=PLANES + 1)
+    assert torch.equal(spent, counted + torch.arange(PLANES + 1, device=DEVICE))
     return out.cpu(), chunks.cpu()
 
 
@@ -89,6 +91,14 @@ def test_more_pairs_than_a_program_takes_and_any_strides(random_pairs):
     assert not any(t.is_contiguous() for t in wide)
     assert torch.equal(allocate(*wide, rows.T.contiguous().T, limit(8)), expected)
     assert allocate(gates[:0], ids[:0], rows, limit(8)).shape == (0, ACTIVE)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 301])
+def test_planes_are_counted(random_pairs, tokens):
+    _, _, chunks = random_pairs(tokens, ACTIVE, EXPERTS)
+    spent = torch.arange(9, device=DEVICE)
+    threshold.count(torch.stack([chunks, chunks], 2).flatten(1)[:, ::2].to(DEVICE), spent)
+    assert torch.equal(spent.cpu() - torch.arange(9), torch.bincount(chunks.flatten(), minlength=9))
 
 
 @pytest.mark.parametrize("part, dtype", [(0, torch.float32), (1, torch.bfloat16), (2, torch.float16)])

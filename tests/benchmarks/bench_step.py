@@ -1,0 +1,135 @@
+"""One decoding step of a whole model, kernel by kernel: what stands around the experts, and what they cost themselves.
+
+python tests/benchmarks/bench_step.py [--model qwen3_moe] [--layers 4] [--jobs exact,threshold,uniform,grouped_mm,none]
+"none" is the model without its experts: what no kernel of ours can be faster than.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from statistics import median
+
+import torch
+from filelock import FileLock
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from dpamoe import api, measure, synthetic, tables
+from dpamoe.bench_model import Timer, decoding_step
+from dpamoe.modules import encoded_experts
+from dpamoe.spec import EncodeSpec
+
+OWN = ("exact", "threshold", "uniform")
+SHAPE = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4}
+CONTEXT, STEPS, PROFILED, WARM = 512, 48, 10, 8
+
+
+class NoExperts(nn.Module):
+    """Stands where experts stood and hands the rows through."""
+
+    def forward(self, hidden_states, index, weights):
+        return hidden_states
+
+
+def build(job: str, config, sites, spec: EncodeSpec, device: torch.device, budget: float) -> nn.Module:
+    """The model of a job at random weights."""
+    if job in OWN:
+        model = synthetic.encoded_model(config, sites, spec, device)
+        if job == "threshold":
+            for number, experts in enumerate(encoded_experts(model).values()):
+                synthetic.weigh(experts, device, number)
+            api.set_spend(model, allocator="threshold")
+        elif job == "uniform":
+            api.set_spend(model, allocation="uniform")
+        api.set_budget(model, budget)
+        return model
+    if job != "none":
+        return synthetic.plain_model(config, device, job)
+    model = synthetic.skeleton(config)
+    for site in sites:
+        parent, _, name = site.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, NoExperts())
+    return synthetic.fill(model, device)
+
+
+def kernels_of(timer: Timer, arguments: tuple) -> list:
+    """Events of all kernels of PROFILED steps."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        timer.decode(*arguments, PROFILED)
+        torch.cuda.synchronize()
+    return [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+
+
+def busy_microseconds(kernels: list) -> float:
+    """Time in which at least one kernel runs, of a step."""
+    total, end = 0.0, 0.0
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in kernels):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / PROFILED
+
+
+def host_microseconds(timer: Timer, arguments: tuple) -> float:
+    """Time in which a step is launched, from which on the host waits for the device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    timer.decode(*arguments, PROFILED)
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * spent / PROFILED
+
+
+def table_of(kernels: list, layers: int) -> str:
+    """The kernels of a step, the costliest first."""
+    spent = defaultdict(list)
+    for event in kernels:
+        spent[event.name[:96]].append(event.time_range.elapsed_us())
+    rows = [
+        (f"{sum(times) / PROFILED:.1f}", f"{len(times) / PROFILED:g}", f"{sum(times) / len(times):.2f}", name)
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))
+    ]
+    return tables.aligned(("µs a step", "launches", "µs each", f"kernel ({layers} layers)"), rows)
+
+
+def run(job: str, config, sites, spec: EncodeSpec, device: torch.device, flags) -> None:
+    start = time.perf_counter()
+    model = build(job, config, sites, spec, device, flags.budget)
+    timer = Timer(model, decoding_step(model, job in OWN, device), device)
+    length = flags.context + 10 * STEPS
+    with torch.no_grad():
+        token = timer.prefill(timer.prompt(flags.context), length)
+        arguments = (token, torch.full((1, 1), flags.context, device=device), timer.caches[length])
+        timer.decode(*arguments, WARM)
+        with FileLock(flags.turn) if flags.turn else nullcontext():
+            speeds = [STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device) for _ in range(5)]
+            host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
+    print(f"{job}: all in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    speed, busy = median(speeds), busy_microseconds(kernels)
+    times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
+    print(f"\n{job}, {len(sites)} layers: {speed:.1f} tok/s ({min(speeds):.1f} to {max(speeds):.1f}); {times}")
+    print(table_of(kernels, len(sites)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3_moe")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--jobs", default="exact,threshold,uniform,grouped_mm,none")
+    parser.add_argument("--budget", type=float, default=4.0)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--turn", help="a file to lock while times are taken, so that other jobs may be built beside")
+    flags = parser.parse_args()
+    device, spec = measure.device_of("cuda"), EncodeSpec()
+    config = synthetic.read_config(flags.model, SHAPE | {"num_hidden_layers": flags.layers})
+    _, sites = synthetic.with_sites(config, spec)
+    print(measure.heading(measure.facts(device)))
+    for job in flags.jobs.split(","):
+        run(job, config, sites, spec, device, flags)
+        measure.release(device)
+
+
+if __name__ == "__main__":
+    main()
