@@ -104,13 +104,16 @@ def run(job: str, config, sites, spec: EncodeSpec, device: torch.device, flags) 
         arguments = (token, torch.full((1, 1), flags.context, device=device), timer.caches[length])
         timer.decode(*arguments, WARM)
         with FileLock(flags.turn) if flags.turn else nullcontext():
+            if job in OWN:
+                api.stats(model, reset=True)
             speeds = [STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device) for _ in range(5)]
             host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
+            planes = f", {api.stats(model)['mean_planes']:.3f} planes" if job in OWN else ""
             first = timer.first_token_ms(flags.context)
     print(f"{job}: all in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     speed, busy = median(speeds), busy_microseconds(kernels)
     times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
-    print(f"\n{job}, {len(sites)} layers: {speed:.1f} tok/s ({min(speeds):.1f} to {max(speeds):.1f}); {times}")
+    print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(speeds):.1f} to {max(speeds):.1f}); {times}")
     print(f"first token of {flags.context}: {first:.1f} ms, prompts not compiled")
     print(table_of(kernels, len(sites)), flush=True)
 
