@@ -81,10 +81,13 @@ def _curves(residuals: Tensor, allocation: str, k_min: int) -> Tensor:
     return residuals
 
 
-def allocation_gates(gates: Tensor, allocation: str) -> Tensor:
-    """The gates that one way to allocate sees; the allocator squares them. Shape kept, dtype kept."""
+def allocation_gates(gates: Tensor, allocation: str, same: Tensor) -> Tensor:
+    """The gates that one way to allocate sees, in the shape of gates; the allocator squares them.
+
+    same: what stands for every gate where gates do not matter, 0-d and above 0; which number it is does not matter either.
+    """
     if allocation == "gate-linear":
         return gates.abs().sqrt()
     if allocation in ("residual-only", "uniform"):
-        return torch.ones_like(gates)
+        return same.expand_as(gates)
     return gates

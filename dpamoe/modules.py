@@ -195,7 +195,8 @@ class EncodedExperts(nn.Module):
         allocation, table, scope, convex = self.spend.allocation, self.table, self.spend.scope, self.convex
         if self._falls_back(index):
             allocation, table, scope, convex = "uniform", self.uniform_table, "token", not self.spend.skip
-        arguments = (allocation_gates(weights, allocation), index, table, self.budget, self.k_max, self.least, convex)
+        seen = allocation_gates(weights, allocation, self.budget)  # a number that is there: nothing is launched for it
+        arguments = (seen, index, table, self.budget, self.k_max, self.least, convex)
         if self.spend.allocator == "threshold" and allocation == "dpa":
             own = self.thresholds * self.shift.exp2() if self.follows else self.thresholds
             return torch.ops.dpamoe.allocate_threshold(weights, index, own, self.k_max)

@@ -324,20 +324,24 @@ def _routed_ffn(
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int, convex: bool = False,
-    one_k: bool = False, spent: Tensor | None = None,
+    one_k: bool = False, spent: Tensor | None = None, seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`allocate`, `expert_ffn` and, with spent, `count` in one op; arguments as there. Returns the output and k, [T, A]."""
+    """`allocate`, `expert_ffn` and, with spent, `count` in one op; arguments as there. Returns the output and k, [T, A].
+
+    seen: gates that the allocator sees, where they are others.
+    """
+    seen = gates if seen is None else seen
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
     if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
-        _check_table(gates, expert_ids, residuals, k_min)
-        source = allocation.Allocation(gates, residuals, budget, k_max, k_min, spent)
+        _check_table(seen, expert_ids, residuals, k_min)
+        source = allocation.Allocation(seen, residuals, budget, k_max, k_min, spent)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, one_k, source)
         if output is not None:
             return output, chunks
-    chunks = _allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+    chunks = _allocate(seen, expert_ids, residuals, budget, k_max, k_min, convex)
     if spent is not None:
         _count(chunks, spent)
     return _expert_ffn(x, expert_ids, gates, chunks, *both, one_k), chunks

@@ -10,27 +10,27 @@ READERS = (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn,
 
 
 def fuse_allocation(gm: fx.GraphModule) -> int:
-    """Turn every `allocate` whose planes one `expert_ffn` with the same ids and gates reads into `routed_ffn`, in place.
+    """Turn every `allocate` whose planes one `expert_ffn` with the same ids reads into `routed_ffn`, in place.
 
-    `allocate_threshold` becomes `threshold_ffn` likewise, and a lone `count` of the planes goes along. Other readers of the
-    planes read them from the fused op. Returns how many pairs were fused.
+    `allocate_threshold`, which must have the same gates too, becomes `threshold_ffn` likewise, and a lone `count` of the planes
+    goes along. Other readers of the planes read them from the fused op. Returns how many pairs were fused.
     """
     fused = 0
     for expert in list(gm.graph.nodes):
-        if not _is(expert, ops.expert_ffn):
-            continue
-        ids, gates, chunks = expert.args[1:4]
-        if not _allocates(chunks) or chunks.args[0] is not gates or chunks.args[1] is not ids:
-            continue
-        if sum(_is(user, ops.expert_ffn) for user in chunks.users) > 1:
+        chunks = expert.args[3] if _is(expert, ops.expert_ffn) else None
+        if not _feeds(chunks, expert):
             continue
         counters = [user for user in chunks.users if _is(user, ops.count)]
-        spent = {"spent": counters[0].args[1]} if len(counters) == 1 else {}
-        readers = [user for user in chunks.users if user is not expert and not (spent and user in counters)]
-        for counter in counters if spent else ():
+        counters = counters if len(counters) == 1 else []
+        more = {"spent": counters[0].args[1]} if counters else {}
+        place = min(user for user in chunks.users if user not in counters)
+        needed = {*expert.all_input_nodes, *chunks.all_input_nodes, *more.values()} - {chunks}
+        if any(node >= place for node in needed):
+            continue
+        for counter in counters:
             gm.graph.erase_node(counter)
-        with gm.graph.inserting_before(min([expert, *readers])):
-            both = _both(gm.graph, expert, chunks, spent)
+        with gm.graph.inserting_before(place):
+            both = _both(gm.graph, expert, chunks, more)
             output = gm.graph.call_function(operator.getitem, (both, 0))
             planes = gm.graph.call_function(operator.getitem, (both, 1))
         expert.replace_all_uses_with(output)
@@ -43,20 +43,25 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
     return fused
 
 
-def _allocates(node: object) -> bool:
-    return _is(node, ops.allocate) or _is(node, ops.allocate_threshold)
+def _feeds(chunks: object, expert: fx.Node) -> bool:
+    """Whether planes are allocated for this expert block alone, in a way that can be fused."""
+    if not _is(chunks, ops.allocate) and not (_is(chunks, ops.allocate_threshold) and chunks.args[0] is expert.args[2]):
+        return False
+    return chunks.args[1] is expert.args[1] and sum(_is(user, ops.expert_ffn) for user in chunks.users) == 1
 
 
-def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, spent: dict[str, fx.Node]) -> fx.Node:
-    """The one op that allocates as `chunks` does, counts in spent and computes `expert`."""
+def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, more: dict[str, fx.Node]) -> fx.Node:
+    """The one op that allocates as `chunks` does and computes `expert`; more: its arguments by name."""
     x, ids, gates, _, *weights = expert.args
     _, _, *table = chunks.args
     if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
         arguments = (x, ids, gates, *table, *weights[:12])
-        return graph.call_function(ops.threshold_ffn.default, arguments, spent, name="threshold_ffn")
+        return graph.call_function(ops.threshold_ffn.default, arguments, more, name="threshold_ffn")
     residuals, budget, k_max, *rest = table  # k_min, convex
+    if chunks.args[0] is not gates:
+        more["seen"] = chunks.args[0]
     arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
-    return graph.call_function(ops.routed_ffn.default, arguments, spent, name="routed_ffn")
+    return graph.call_function(ops.routed_ffn.default, arguments, more, name="routed_ffn")
 
 
 def drop_widening_casts(gm: fx.GraphModule) -> int:

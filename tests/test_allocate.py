@@ -146,15 +146,15 @@ def test_tables_where_experts_may_be_skipped(convex_table, k_min):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gates_of_every_allocation(dtype):
     gates = torch.tensor([[0.25, -0.5, 0.0, 4.0]]).to(dtype)
-    seen = {name: allocation_gates(gates, name) for name in ALLOCATIONS}
-    assert all(tensor.dtype == dtype for tensor in seen.values())
+    seen = {name: allocation_gates(gates, name, torch.tensor(2.5)) for name in ALLOCATIONS}
+    assert all(tensor.dtype == dtype for name, tensor in seen.items() if name not in ("residual-only", "uniform"))
     assert torch.equal(seen["dpa"], gates) and torch.equal(seen["gate-only"], gates)
-    assert torch.equal(seen["residual-only"], torch.ones_like(gates)) and torch.equal(seen["uniform"], torch.ones_like(gates))
+    assert seen["residual-only"].tolist() == seen["uniform"].tolist() == [[2.5] * 4]
     torch.testing.assert_close(seen["gate-linear"].square(), gates.abs())  # squared again, the gate itself
 
 
 def spent(name, residuals, ids, gates, budget):
-    table, weights = allocation_table(residuals, name, K_MIN), allocation_gates(gates, name)
+    table, weights = allocation_table(residuals, name, K_MIN), allocation_gates(gates, name, torch.ones(()))
     return allocation.allocate(weights, ids, table, torch.tensor(budget), torch.tensor(8), K_MIN)
 
 

@@ -164,22 +164,43 @@ def test_thresholds_take_the_routers_tensors_as_they_are(by_level):
     torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
-class Shared(nn.Module):
-    """One allocation that two experts modules read, or gates that differ from those of the allocator."""
+class Odd(nn.Module):
+    """Experts that use an allocation as `EncodedExperts` does not."""
 
-    def __init__(self, experts, twice):
+    def __init__(self, experts, how):
         super().__init__()
-        self.experts, self.twice = experts, twice
+        self.experts, self.how = experts, how
 
     def forward(self, hidden, index, weights):
         chunks = self.experts.allocate(index, weights)
-        first = self.experts._fused(hidden, index, weights if self.twice else weights * 2, chunks)
-        return first + self.experts._fused(first, index, weights, chunks) if self.twice else first
+        if self.how == "other gates":
+            return self.experts._fused(hidden, index, weights * 2, chunks)
+        if self.how == "rows that need the planes":
+            return self.experts._fused(hidden * chunks.sum(), index, weights, chunks)
+        first = self.experts._fused(hidden, index, weights, chunks)
+        return first + self.experts._fused(first, index, weights, chunks)
 
 
-@pytest.mark.parametrize("kind", ["experts", "by_level"])
-@pytest.mark.parametrize("twice", [True, False])
-def test_other_uses_of_an_allocation_are_left_alone(request, kind, twice):
-    gm, _ = captured(Shared(request.getfixturevalue(kind), twice), *inputs())
+@pytest.mark.parametrize(
+    "kind, how",
+    [("experts", "twice"), ("by_level", "twice"), ("by_level", "other gates"), ("experts", "rows that need the planes")],
+)
+def test_other_uses_of_an_allocation_are_left_alone(request, kind, how):
+    gm, _ = captured(Odd(request.getfixturevalue(kind), how), *inputs())
     before = lines(gm)
     assert fuse_allocation(gm) == 0 and lines(gm) == before
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "gate-linear", "residual-only", None])
+def test_gates_that_the_allocator_alone_sees(experts, allocation):
+    """Ablations, and experts weighed by other gates than were allocated by."""
+    experts = copy.deepcopy(experts)
+    experts.set_spend(dpamoe.SpendSpec(3.3, allocation=allocation or "dpa"))
+    gm, example_inputs = captured(experts if allocation else Odd(experts, "other gates"), *inputs())
+    held = [copies_of(example_inputs) for _ in range(2)]
+    with torch.no_grad():
+        before = gm(*held[0])
+        assert fuse_allocation(gm) == 1 and ops(gm) == ["routed_ffn"]
+        after = gm(*held[1])
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
