@@ -159,12 +159,12 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
     tiles = torch.empty(min(pairs, experts) + pairs // tile.mixed, 5, dtype=torch.int32, device=ids.device)
-    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, SLICES=0, TOGETHER=0)
+    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, WIDTHS=(), TOGETHER=0)
     return Sorted(order, levels, tiles, peaks, tile)
 
 
 def sort_into(
-    tiles: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, down: EncodedWeight, **cut: int
+    tiles: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, down: EncodedWeight, **cut
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `sort_kernel`, which writes tiles; order and levels int32 [P] and peaks fp32 [2, E] as there."""
     (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device
