@@ -53,9 +53,12 @@ class Cut:
 # by pairs per expert, at most, the first that has room: more pairs in a tile unpack a weight less often, fewer in a slice waste
 # less of a product
 CUTS = (
-    (48, Cut((8,) * 4, 3, 3, whole=True)),
-    (48, Cut((8,) * 4, 2, 4)),
-    (192, Cut((32,) * 4, 3, 2)),
+    (12, Cut((16, 8, 8, 8), 3, 4, whole=True)),
+    (24, Cut((16, 16, 8, 8), 3, 4, whole=True)),
+    (24, Cut((16, 16, 8, 8), 2, 4)),
+    (48, Cut((32,) * 4, 2, 4, whole=True)),
+    (96, Cut((64, 32, 32, 16, 16), 2, 3, whole=True)),
+    (192, Cut((64, 32, 32, 32, 16, 16), 3 if triton_experts.SPARING else 2, 2)),
     (1 << 62, Cut((64,) * 4, 2, 2)),
     (1 << 62, Cut((32,) * 4, 3, 2)),
     (1 << 62, Cut((32,) * 4, 2, 2)),
@@ -97,7 +100,7 @@ def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
     rows = sum(cut.widths) * (cut.kept * 2 * BLOCK + 2 * 32)  # of x, and their sums
-    return cut.groups * (2 * ROWS * row + 2048) + rows + 1024  # with what results pass through, and the barriers
+    return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
 def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> Cut:

@@ -32,8 +32,8 @@ class Tile:
     stages: int = 1  # more keep loads ahead, but take the registers that a further program on the chip could have
 
 
-# two stages spill registers from Triton 3.9 on, one stage before
-PIPELINED = 2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 1
+SPARING = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # Triton 3.9 needs more registers
+PIPELINED = 2 if SPARING else 1  # one stage spills registers before, two do from then on
 # by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
 TILES = (
     (12, Tile(64, 16, 16, 16)),
