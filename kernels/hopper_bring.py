@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.hopper_tiles import slices_of
+from dpamoe.kernels.hopper_tiles import kind_of, number_of, part_of, slices_of, up_to
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
@@ -19,19 +19,27 @@ copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_t
 
 
 @gluon.jit
+def _rows(places: gl.constexpr, width: gl.constexpr, columns: gl.constexpr):
+    """Shared memory for rows of x or sums over them, as the matrix unit reads it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
+    return gl.allocate_shared_memory(gl.float16, [places, width, columns], layout)
+
+
+@gluon.jit
 def kept(scales, offset, cut: gl.constexpr):
     """Shared memory for all that is brought, and the barriers at which it is waited for."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     C: gl.constexpr = cut.C
     OWN: gl.constexpr = 128 * cut.W // cut.GROUP
     SCALES: gl.constexpr = 2 if cut.TIED else 2 * C
-    planes, own_scales, offsets = (), (), ()
+    planes, own_scales, offsets, x, sums = (), (), (), (), ()
     for _ in gl.static_range(cut.NC):  # of each group alone: the compiler sets barriers between copies into one
         planes = planes + (gl.allocate_shared_memory(gl.int32, [2 * C, 64, 4 * cut.W], plain),)
         own_scales = own_scales + (gl.allocate_shared_memory(scales[0].dtype.element_ty, [SCALES, 64, OWN], plain),)
         offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
-    x = gl.allocate_shared_memory(gl.float16, [cut.NS * cut.P, cut.S, 128], gl.NVMMASharedLayout(128, 16, 2))
-    sums = gl.allocate_shared_memory(gl.float16, [2 * cut.P, cut.S, 16], gl.NVMMASharedLayout(32, 16, 2))
+    for i in gl.static_range(len(cut.KINDS)):
+        x = x + (_rows(cut.NS * number_of(cut, i), cut.KINDS[i], 128),)
+        sums = sums + (_rows(2 * number_of(cut, i), cut.KINDS[i], 16),)
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [cut.NS, 1], mbarrier.MBarrierLayout())
@@ -49,10 +57,10 @@ def kept(scales, offset, cut: gl.constexpr):
 
 
 @gluon.jit
-def _expect(arrived, count, bytes: gl.constexpr, P: gl.constexpr):
-    """Announce that `count` slices, 1 to P, will bring so many bytes each."""
-    for n in gl.static_range(P):
-        mbarrier.expect(arrived, (n + 1) * bytes, pred=count == n + 1)
+def _expect(arrived, count, bytes: gl.constexpr, cut: gl.constexpr):
+    """Announce that `count` slices, 1 to P, will bring so many bytes for each pair that they have room for."""
+    for n in gl.static_range(cut.P):
+        mbarrier.expect(arrived, up_to(cut, n + 1) * bytes, pred=count == n + 1)
 
 
 @gluon.jit
@@ -88,18 +96,17 @@ def _bring_planes(sources, places, rings, stage, first_word, first_scale, most, 
 def _bring_rows(x, sums, starts, count, first, number, stage, memory, cut: gl.constexpr):
     """Ask for a stretch of the rows of every slice, block `first` on, and their sums over it."""
     _, x_ring, sum_ring, plane_full, _, x_full, x_empty, _ = memory
-    P: gl.constexpr = cut.P
-    _expect(plane_full.index(stage), count, cut.S * 32, P)
-    for j in gl.static_range(P):
+    _expect(plane_full.index(stage), count, 32, cut)
+    for j in gl.static_range(cut.P):
         at = [starts[j], cut.IN + first // cut.W * 16]
-        load_tile(sums, at, plane_full.index(stage), sum_ring.index(stage * P + j), pred=j < count)
+        load_tile(sums[kind_of(cut, j)], at, plane_full.index(stage), part_of(sum_ring, stage, j, cut), pred=j < count)
     for w in gl.static_range(cut.W):
         place = number % cut.NS
         mbarrier.wait(x_empty.index(place), number // cut.NS % 2 ^ 1)
-        _expect(x_full.index(place), count, cut.S * 256, P)
-        for j in gl.static_range(P):
+        _expect(x_full.index(place), count, 256, cut)
+        for j in gl.static_range(cut.P):
             at = [starts[j], (first + w) * 128]
-            load_tile(x, at, x_full.index(place), x_ring.index(place * P + j), pred=j < count)
+            load_tile(x[kind_of(cut, j)], at, x_full.index(place), part_of(x_ring, place, j, cut), pred=j < count)
         number += 1
     return number
 
@@ -118,7 +125,7 @@ def bring(given, cut: gl.constexpr):
     scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [4, 1], [1, 0])
     turn, number = 0, 0
     for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
-        block, entry = item % blocks, tiles + item // blocks * (3 + 2 * cut.P)
+        block, entry = item % blocks, tiles + item // blocks * (2 + 3 * cut.P)
         expert = gl.load(entry)
         starts, levels, most, present = slices_of(entry, rows, cut.P)
         count = most * 0

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dpamoe.kernels import triton_experts
 from dpamoe.kernels.hopper_prefill import hopper_prefill_kernel
 from dpamoe.kernels.hopper_rows import prepare_kernel
+from dpamoe.kernels.hopper_tiles import kinds_of
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.reference import is_gated
 
@@ -23,23 +24,28 @@ PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, sin
 
 @dataclass(frozen=True)
 class Cut:
-    """How the kernel is cut: slices of a tile, each up to `pairs` pairs of one expert and k; warp groups that compute it.
+    """How the kernel is cut: most pairs of one k in each slice of a tile, the widest first; warp groups that compute it.
 
     kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two. turns: groups multiply
     one after the other.
     """
 
-    slices: int
-    pairs: int
+    widths: tuple[int, ...]
     groups: int
     kept: int
     whole: bool = False
     turns: bool = False
 
     @property
+    def kinds(self) -> tuple[int, int, int]:
+        """Rows of a tensor that are copied at once: every width, the last again where there are fewer than three."""
+        kinds = kinds_of(self.widths)
+        return (kinds + kinds[-1:] * 2)[:3]
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a lane in the groups that compute, and in the one that brings; 512 in all groups together."""
-        if (self.slices * self.pairs, self.groups) == (192, 3):
+        if (sum(self.widths), self.groups) == (192, 3):
             return 160, 32
         return {2: (224, 56), 3: (152, 56), 4: (104, 64)}[self.groups]
 
@@ -47,21 +53,24 @@ class Cut:
 # by pairs per expert, at most, the first that has room: more pairs in a tile unpack a weight less often, fewer in a slice waste
 # less of a product
 CUTS = (
-    (48, Cut(4, 8, 3, 3, whole=True)),
-    (48, Cut(4, 8, 2, 4)),
-    (192, Cut(4, 32, 3, 2)),
-    (1 << 62, Cut(4, 64, 2, 2)),
-    (1 << 62, Cut(4, 32, 3, 2)),
-    (1 << 62, Cut(4, 32, 2, 2)),
+    (12, Cut((16, 8, 8, 8), 3, 4, whole=True)),
+    (24, Cut((16, 16, 8, 8), 3, 4, whole=True)),
+    (24, Cut((16, 16, 8, 8), 2, 4)),
+    (48, Cut((32,) * 4, 2, 4, whole=True)),
+    (96, Cut((64, 32, 32, 16, 16), 2, 3, whole=True)),
+    (192, Cut((64, 32, 32, 32, 16, 16), 3 if triton_experts.SPARING else 2, 2)),
+    (1 << 62, Cut((64,) * 4, 2, 2)),
+    (1 << 62, Cut((32,) * 4, 3, 2)),
+    (1 << 62, Cut((32,) * 4, 2, 2)),
 )
 CUTS_OF_ONE_K = (
-    (12, Cut(1, 16, 4, 4, whole=True)),
-    (12, Cut(1, 16, 2, 4)),
-    (48, Cut(2, 32, 3, 4, whole=True)),
-    (192, Cut(3, 64, 3, 2, turns=True)),
-    (1 << 62, Cut(4, 64, 2, 2, turns=True)),
-    (1 << 62, Cut(3, 64, 2, 2, turns=True)),
-    (1 << 62, Cut(2, 64, 2, 2, turns=True)),
+    (12, Cut((16,), 4, 4, whole=True)),
+    (12, Cut((16,), 2, 4)),
+    (48, Cut((32,) * 2, 3, 4, whole=True)),
+    (192, Cut((64,) * 3, 3, 2, turns=True)),
+    (1 << 62, Cut((64,) * 4, 2, 2, turns=True)),
+    (1 << 62, Cut((64,) * 3, 2, 2, turns=True)),
+    (1 << 62, Cut((64,) * 2, 2, 2, turns=True)),
 )
 
 
@@ -90,8 +99,8 @@ def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
         groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
-    rows = cut.slices * cut.pairs * (cut.kept * 2 * BLOCK + 2 * 32)  # of x, and their sums
-    return cut.groups * (2 * ROWS * row + 2048) + rows + 1024  # with what results pass through, and the barriers
+    rows = sum(cut.widths) * (cut.kept * 2 * BLOCK + 2 * 32)  # of x, and their sums
+    return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
 def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> Cut:
@@ -104,7 +113,7 @@ def constants_of(cut: Cut, one_k: bool, words: int) -> dict:
     """What the kernel is compiled for, as it names it."""
     whole = cut.whole and words < 4  # more would not fit the registers
     return {
-        "P": cut.slices, "S": cut.pairs, "W": words, "B": words if whole else 1, "NC": cut.groups, "NS": cut.kept,
+        "WIDTHS": cut.widths, "W": words, "B": words if whole else 1, "NC": cut.groups, "NS": cut.kept,
         "ONE": one_k, "TURNS": cut.turns, "REGS": cut.registers[0], "BRING": cut.registers[1],
     }  # fmt: skip
 
@@ -127,12 +136,11 @@ class Sorted:
 def sort_pairs(ids: Tensor, chunks: Tensor, cut: Cut, one_k: bool, up: EncodedWeight, down: EncodedWeight) -> Sorted:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
-    # beside the full ones: a tile for every k of an expert, or those of up to 8 slices that are not full
-    partly = min(pairs, 8 * experts) if one_k else (1 + -(-8 // cut.slices)) * min(pairs, experts)
-    most = min(pairs, partly + pairs // (cut.slices * cut.pairs))
-    tiles = torch.empty(most, 3 + 2 * cut.slices, dtype=torch.int32, device=ids.device)
+    # beside the full ones of an expert: one for each of 8 slices that are not full, and one that lacks some
+    most = min(pairs, 9 * experts + pairs // sum(cut.widths))
+    tiles = torch.empty(most, 2 + 3 * len(cut.widths), dtype=torch.int32, device=ids.device)
     order, places, peaks = triton_experts.sort_into(
-        tiles, ids, chunks, up, down, BN=0, MIXED=cut.pairs, SLICES=cut.slices, TOGETHER=1 if one_k else 8
+        tiles, ids, chunks, up, down, BN=0, MIXED=0, WIDTHS=cut.widths, TOGETHER=1 if one_k else 8
     )
     return Sorted(order, places, tiles, peaks, cut, one_k)
 
@@ -162,12 +170,12 @@ def product(
     """
     cut, words = by.cut, words_at_once(weight)
     ready, factor = prepare_rows(x, by, sharing, weight)
-    rows = TensorDescriptor.from_tensor(ready, [cut.pairs, BLOCK], gl.NVMMASharedLayout(128, 16, 2))
-    sums = TensorDescriptor.from_tensor(ready, [cut.pairs, 16], gl.NVMMASharedLayout(32, 16, 2))
+    rows = [TensorDescriptor.from_tensor(ready, [width, BLOCK], gl.NVMMASharedLayout(128, 16, 2)) for width in cut.kinds]
+    sums = [TensorDescriptor.from_tensor(ready, [width, 16], gl.NVMMASharedLayout(32, 16, 2)) for width in cut.kinds]
     chips = torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = triton.cdiv(weight.offset.shape[1], ROWS * cut.groups)
     hopper_prefill_kernel[(min(chips, blocks * by.tiles.shape[0]),)](
-        rows, sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
+        *rows, *sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
         *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import bring, kept, mbarrier
-from dpamoe.kernels.hopper_tiles import sizes_of, slices_of, store
+from dpamoe.kernels.hopper_tiles import part_of, sizes_of, slices_of, store, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
@@ -29,23 +29,23 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Trito
 
 
 @gluon.jit
-def _multiply(accs, operand, x, place, levels, level, P: gl.constexpr):
-    """Add operand [64, K] times K inputs, at a place of x [places P, S, K] in shared memory, to the slices of this level."""
+def _multiply(accs, operand, x, place, levels, level, cut: gl.constexpr):
+    """Add operand [64, K] times K inputs, at a place of x in shared memory, to the slices of this level."""
     new = ()
-    for j in gl.static_range(P):
+    for j in gl.static_range(cut.P):
         acc = accs[j]
         if (levels >> 4 * j) & 15 == level:
-            acc = hopper.warpgroup_mma(operand, x.index(place * P + j).permute((1, 0)), acc)
+            acc = hopper.warpgroup_mma(operand, part_of(x, place, j, cut).permute((1, 0)), acc)
         new = new + (acc,)
     return new
 
 
 @gluon.jit
-def _begin(accs, operand, x, place, P: gl.constexpr):
+def _begin(accs, operand, x, place, cut: gl.constexpr):
     """As `_multiply`, to every slice; nothing is waited for."""
     new = ()
-    for j in gl.static_range(P):
-        right = x.index(place * P + j).permute((1, 0))
+    for j in gl.static_range(cut.P):
+        right = part_of(x, place, j, cut).permute((1, 0))
         new = new + (hopper.warpgroup_mma(operand, right, accs[j], is_async=True),)
     return new
 
@@ -75,16 +75,32 @@ def _arrive(x_full, number, B: gl.constexpr, NS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, cut: gl.constexpr):
-    """Multiply the slices of a level by B blocks, and with the last of a stretch by its offsets."""
-    _, x, sums, _, _, x_full, _, _ = memory
-    left: gl.constexpr = left_layout(cut.S)
-    _arrive(x_full, number, cut.B, cut.NS)
+def _multiply_slice(acc, parts, base, memory, stage, number, last, j: gl.constexpr, cut: gl.constexpr):
+    """Multiply slice j by B blocks, and with the last of a stretch by its offsets."""
+    _, x, sums, _, _, _, _, _ = memory
+    left: gl.constexpr = left_layout(width_of(cut, j))
     for i in gl.static_range(cut.B):
-        accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, level, cut.P)
-    if last:
-        accs = _multiply(accs, bases(base, left), sums, stage, levels, level, cut.P)
-    return accs
+        right = part_of(x, (number + i) % cut.NS, j, cut).permute((1, 0))
+        acc = hopper.warpgroup_mma(fragment(parts[i], left), right, acc, is_async=cut.B == cut.W)
+    right = part_of(sums, stage, j, cut).permute((1, 0))
+    if cut.B == cut.W:
+        acc = hopper.warpgroup_mma(bases(base, left), right, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    elif last:
+        acc = hopper.warpgroup_mma(bases(base, left), right, acc)
+    return acc
+
+
+@gluon.jit
+def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, cut: gl.constexpr):
+    """Multiply the slices of a level, one after the other."""
+    new = ()
+    for j in gl.static_range(cut.P):
+        acc = accs[j]
+        if (levels >> 4 * j) & 15 == level:
+            acc = _multiply_slice(acc, parts, base, memory, stage, number, last, j, cut)
+        new = new + (acc,)
+    return new
 
 
 @gluon.jit
@@ -98,27 +114,27 @@ def _give_turn(turns, own: gl.constexpr, cut: gl.constexpr):
 def _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own: gl.constexpr, cut: gl.constexpr):
     """As `_multiply_level`, where all slices have one k: those of a full tile are not waited for one by one."""
     _, x, sums, _, _, x_full, _, turns = memory
-    left: gl.constexpr = left_layout(cut.S)
+    left: gl.constexpr = left_layout(width_of(cut, 0))
     _arrive(x_full, number, cut.B, cut.NS)
     base = bases(base, left)
     if cut.TURNS:
         mbarrier.wait(turns.index(own), (number // cut.B + (1 if own == 0 else 0)) % 2)
     if (levels >> 4 * (cut.P - 1)) & 15 > 0:
         for i in gl.static_range(cut.B):
-            accs = _begin(accs, fragment(parts[i], left), x, (number + i) % cut.NS, cut.P)
+            accs = _begin(accs, fragment(parts[i], left), x, (number + i) % cut.NS, cut)
         if cut.B == cut.W:
-            accs = _begin(accs, base, sums, stage, cut.P)
+            accs = _begin(accs, base, sums, stage, cut)
         _give_turn(turns, own, cut)
         accs = _finished(accs, cut.P)
     else:
         for i in gl.static_range(cut.B):
-            accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, most, cut.P)
+            accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, most, cut)
         if cut.B == cut.W:
-            accs = _multiply(accs, base, sums, stage, levels, most, cut.P)
+            accs = _multiply(accs, base, sums, stage, levels, most, cut)
         _give_turn(turns, own, cut)
     if cut.B != cut.W:  # noqa: SIM102  one is known to the compiler, the other is not
         if w == cut.W - 1:
-            accs = _begin(accs, base, sums, stage, cut.P)
+            accs = _begin(accs, base, sums, stage, cut)
             accs = _finished(accs, cut.P)
     return accs
 
@@ -151,6 +167,8 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, own: gl.conste
         parts = new
         if not cut.ONE:  # noqa: SIM102  one is known to the compiler, the other is not
             if (present >> (c + 1)) % 2 == 1:
+                if present & ((2 << c) - 2) == 0:  # the first of the block
+                    _arrive(memory[5], number, cut.B, cut.NS)
                 base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
                 accs = _multiply_level(accs, parts, base, memory, stage, number, levels, c + 1, B == W or w == W - 1, cut)
         words, raw = chosen(later, w, B, W), raw_later
@@ -171,14 +189,16 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
     turn, number = 0, 0
     for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
-        block, entry = item % blocks, tiles + item // blocks * (3 + 2 * cut.P)
+        block, entry = item % blocks, tiles + item // blocks * (2 + 3 * cut.P)
         expert = gl.load(entry)
         starts, levels, most, present = slices_of(entry, 0, cut.P)
         power, tied_unit = gl.load(peaks + expert), 0.0
         if cut.TIED:
             tied_unit = gl.load(unit + expert)
         tile = (tied_unit, power, levels, most, present)
-        accs = (gl.zeros((64, cut.S), gl.float32, product_layout(cut.S)),) * cut.P
+        accs = ()
+        for j in gl.static_range(cut.P):
+            accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
         for b in range(0, cut.IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
@@ -195,26 +215,27 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
                 turn += (w == W - 1).to(gl.int32)
         for j in gl.static_range(cut.P):
             if (levels >> 4 * j) & 15 > 0:
-                store(accs[j], 1.0 / power, factor, order, bias, out, block * cut.NC + own, expert, entry + j, cut)
+                store(accs[j], 1.0 / power, factor, order, bias, out, block * cut.NC + own, expert, entry + (2 + 3 * j), cut)
 
 
 @gluon.jit(do_not_specialize=["rows", "still"])
 def hopper_prefill_kernel(
-    x, sums, factor, order, tiles, peaks, rows, still, planes, scales, offset, unit, bias, out,
+    x0, x1, x2, sums0, sums1, sums2, factor, order, tiles, peaks, rows, still, planes, scales, offset, unit, bias, out,
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
-    P: gl.constexpr, S: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
+    WIDTHS: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
     ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of P slices of up to S pairs: out[row of the pair] = act(W_k x + bias).
+    """Tiles of slices of up to WIDTHS pairs: out[row of the pair] = act(W_k x + bias).
 
-    x, sums: descriptors of the prepared rows, in sorted order, of 128 and of 16 columns. still: 0. A lane has REGS registers in
-    the warp groups that compute, BRING in the one that brings.
+    x, sums: descriptors of the prepared rows, in sorted order, of 128 and of 16 columns and of as many rows as a slice of each
+    width takes, the largest first. still: 0. A lane has REGS registers in the warp groups that compute, BRING in the one that
+    brings.
     """
-    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, P, S, W, B, NC, NS, ONE, TURNS)
+    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, ONE, TURNS, WIDTHS)
     memory = kept(scales, offset, cut)
     common = (factor, order, tiles, peaks, unit, bias, out, still, memory)
-    needs = (x, sums, tiles, rows, (planes, scales, offset), memory)
+    needs = ((x0, x1, x2), (sums0, sums1, sums2), tiles, rows, (planes, scales, offset), memory)
     if NC == 2:
         gl.warp_specialize(
             [(_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (bring, (needs, cut))], [4, 4], [REGS, BRING]

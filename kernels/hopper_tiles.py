@@ -1,6 +1,6 @@
 """Tiles of the Hopper kernel in Gluon: what one of them holds, and where the rows of its results go.
 
-A tile is P slices of up to S pairs of one expert, with one k in each, as `triton_sort.sort_kernel` writes them.
+A tile is P slices of one expert, the widest first, with pairs of one k in each, as `triton_sort.sort_kernel` writes them.
 """
 
 from dataclasses import dataclass
@@ -23,20 +23,71 @@ class _Sizes:
     ACT: str
     GATED: bool
     TARGET: bool  # whether results go back into the order of pairs
-    P: int
-    S: int
     W: int  # words of a lane in a stretch
     B: int  # blocks of 128 inputs unpacked at once: W or 1
     NC: int  # warp groups that compute
     NS: int  # blocks of x kept
     ONE: bool  # all slices of a tile have the same k
     TURNS: bool  # a group multiplies once the one before has begun
+    WIDTHS: tuple  # most pairs of each slice
+
+    @property
+    def P(self):
+        return gl.constexpr(len(self.WIDTHS.value))
+
+    @property
+    def KINDS(self):
+        """Every width once, the largest first."""
+        return gl.constexpr(kinds_of(self.WIDTHS.value))
 
 
 @gluon.constexpr_function
 def sizes_of(*sizes):
     """What the warp groups of a kernel are compiled for, in the order of `_Sizes`."""
-    return _Sizes(*(gl.constexpr(size) for size in sizes))
+    *others, widths = sizes
+    return _Sizes(*map(gl.constexpr, others), gl.constexpr(tuple(gl.constexpr(width).value for width in widths)))
+
+
+def kinds_of(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Every width once, the largest first."""
+    return tuple(sorted(set(widths), reverse=True))
+
+
+@gluon.constexpr_function
+def width_of(cut, j):
+    """Most pairs of slice j."""
+    return cut.WIDTHS.value[j]
+
+
+@gluon.constexpr_function
+def up_to(cut, j):
+    """Most pairs of the slices before j together."""
+    return sum(cut.WIDTHS.value[:j])
+
+
+@gluon.constexpr_function
+def kind_of(cut, j):
+    """Which of all widths slice j has."""
+    return cut.KINDS.value.index(cut.WIDTHS.value[j])
+
+
+@gluon.constexpr_function
+def number_of(cut, kind):
+    """How many slices have this one of all widths."""
+    return cut.WIDTHS.value.count(cut.KINDS.value[kind])
+
+
+@gluon.constexpr_function
+def rank_of(cut, j):
+    """How many slices before j are as wide."""
+    return cut.WIDTHS.value[:j].count(cut.WIDTHS.value[j])
+
+
+@gluon.jit
+def part_of(rings, place, j: gl.constexpr, cut: gl.constexpr):
+    """What a place in shared memory holds for slice j: [width, 128 or 16], of rings [places * slices of a width, …]."""
+    kind: gl.constexpr = kind_of(cut, j)
+    return rings[kind].index(place * number_of(cut, kind) + rank_of(cut, j))
 
 
 @gluon.jit
@@ -44,8 +95,8 @@ def slices_of(entry, rows, P: gl.constexpr):
     """Beginnings of the slices of a tile, their k in 4 bits each, the largest, and a mask with bit k for each."""
     starts, levels, most, present = (), gl.load(entry) * 0, gl.load(entry) * 0, gl.load(entry) * 0
     for j in gl.static_range(P):
-        level = gl.load(entry + (3 + P + j))
-        starts = starts + (gl.where(level > 0, gl.load(entry + (2 + j)), rows),)  # beyond the rows nothing is read
+        level = gl.load(entry + (4 + 3 * j))
+        starts = starts + (gl.where(level > 0, gl.load(entry + (2 + 3 * j)), rows),)  # beyond the rows nothing is read
         levels = levels | (level << 4 * j)
         most = gl.maximum(most, level)
         present = present | (1 << level)
@@ -55,17 +106,18 @@ def slices_of(entry, rows, P: gl.constexpr):
 @gluon.jit
 def _columns(entry, S: gl.constexpr, layout: gl.constexpr):
     """Place in the sorted order of each column of a slice, and whether there is a pair; both [S]."""
-    n = gl.load(entry + 2) + gl.arange(0, S, layout)
-    return n, n < gl.load(entry + 3)
+    n = gl.load(entry) + gl.arange(0, S, layout)
+    return n, n < gl.load(entry + 1)
 
 
 @gluon.jit
 def _activated(result, bias, block, expert, cut: gl.constexpr):
     """Bias and activation of 64 rows; GATED: 32 are left."""
     HALF: gl.constexpr = cut.OUT // 2
+    S: gl.constexpr = result.shape[1]
     if cut.GATED:
-        gate, up = gl.split(result.reshape(4, 2, 8, cut.S).permute(0, 2, 3, 1))
-        gate, up = gate.reshape(32, cut.S), up.reshape(32, cut.S)
+        gate, up = gl.split(result.reshape(4, 2, 8, S).permute(0, 2, 3, 1))
+        gate, up = gate.reshape(32, S), up.reshape(32, S)
         if cut.BIAS:
             row = block * 32 + gl.arange(0, 32, gl.SliceLayout(1, gate.type.layout))
             own = bias + expert * cut.OUT + row
@@ -84,7 +136,8 @@ def _activated(result, bias, block, expert, cut: gl.constexpr):
 @gluon.jit
 def store(acc, back, factor, order, bias, out, block, expert, entry, cut: gl.constexpr):
     """The rows of `out` for one slice, from fp32 [64, S] and what it is still to be multiplied by."""
-    n, live = _columns(entry, cut.S, gl.SliceLayout(0, acc.type.layout))
+    S: gl.constexpr = acc.shape[1]
+    n, live = _columns(entry, S, gl.SliceLayout(0, acc.type.layout))
     result = acc * (back * gl.load(factor + n, mask=live, other=0.0))[None, :]
     result = _activated(result, bias, block, expert, cut)
     R: gl.constexpr = 32 if cut.GATED else 64
@@ -93,7 +146,7 @@ def store(acc, back, factor, order, bias, out, block, expert, entry, cut: gl.con
     if whole.dtype.primitive_bitwidth == 16:  # numbers twice as wide fill whole sectors as they are
         whole = gl.convert_layout(whole, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
     layout: gl.constexpr = whole.type.layout
-    n, live = _columns(entry, cut.S, gl.SliceLayout(0, layout))
+    n, live = _columns(entry, S, gl.SliceLayout(0, layout))
     target = n
     if cut.TARGET:
         target = gl.load(order + n, mask=live, other=0)

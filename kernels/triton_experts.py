@@ -32,8 +32,8 @@ class Tile:
     stages: int = 1  # more keep loads ahead, but take the registers that a further program on the chip could have
 
 
-# two stages spill registers from Triton 3.9 on, one stage before
-PIPELINED = 2 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9) else 1
+SPARING = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # Triton 3.9 needs more registers
+PIPELINED = 2 if SPARING else 1  # one stage spills registers before, two do from then on
 # by pairs per expert, at most: more pairs in a tile unpack a weight less often, fewer waste less of the matrix unit
 TILES = (
     (12, Tile(64, 16, 16, 16)),
@@ -165,12 +165,12 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
     tiles = torch.empty(min(pairs, experts) + pairs // tile.mixed, 5, dtype=torch.int32, device=ids.device)
-    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, SLICES=0, TOGETHER=0)
+    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, WIDTHS=(), TOGETHER=0)
     return Sorted(order, levels, tiles, peaks, tile)
 
 
 def sort_into(
-    tiles: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, down: EncodedWeight, **cut: int
+    tiles: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, down: EncodedWeight, **cut
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `sort_kernel`, which writes tiles; order and levels int32 [P] and peaks fp32 [2, E] as there."""
     (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device

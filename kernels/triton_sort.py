@@ -71,15 +71,14 @@ def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
-    SLICES: tl.constexpr, TOGETHER: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
+    WIDTHS: tl.constexpr, TOGETHER: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
     """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
     One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
-    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With SLICES tiles are those of `_write_slices`,
-    MIXED pairs in each slice, and levels is the place of each pair in the order, -1 for those that are not there. E programs
-    more find the power of two under which all scales and offsets of an expert are below 1: peaks fp32 [2, E], of the up and the
-    down weight, whose groups number UP and DOWN.
+    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_slices` or
+    `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. E programs more find peaks fp32
+    [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups of the two weights.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
@@ -91,7 +90,7 @@ def sort_kernel(
         same = (key[:, None] == other[None, :]) & (tl.arange(0, B)[None, :] < tl.arange(0, B)[:, None])
         place = tl.gather(start, key, 0) + tl.sum(same.to(tl.int32), 1)
         tl.store(order + place, at, mask=held)
-        if SLICES:
+        if len(WIDTHS):
             tl.store(levels + at, tl.where(held, place, -1), mask=at < pairs)
         else:
             tl.store(levels + place, key % LEVELS + 1, mask=held)
@@ -102,10 +101,12 @@ def sort_kernel(
             tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
     else:
         own = tl.load(totals + tl.arange(0, KEYS))
-        if SLICES:
-            _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, SLICES, MIXED)
-        else:
+        if len(WIDTHS) == 0:
             _write_tiles(tiles, own.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
+        elif WIDTHS[0] == WIDTHS[len(WIDTHS) - 1]:
+            _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, len(WIDTHS), WIDTHS[0])
+        else:
+            _write_widths(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, WIDTHS)
 
 
 @triton.jit
@@ -137,8 +138,8 @@ def _write_slices(tiles, own, KEYS: tl.constexpr, TOGETHER: tl.constexpr, SLICES
     """All tiles of up to SLICES slices, each up to S pairs of one expert and k.
 
     own int32 [KEYS / TOGETHER, TOGETHER]: pairs by expert and k, of which those of a row may share a tile. tiles int32
-    [any, 3 + 2 SLICES]: expert, the number of tiles in the first and free in the others, the beginnings of the slices, one more
-    than there are, and the k of each, 0 for an empty one.
+    [any, 2 + 3 SLICES]: expert, the number of tiles in the first and free in the others, and where each slice begins and ends
+    and its k, 0 for an empty one.
     """
     key = tl.arange(0, KEYS // TOGETHER) * TOGETHER
     number = tl.sum(own, 1)
@@ -150,15 +151,47 @@ def _write_slices(tiles, own, KEYS: tl.constexpr, TOGETHER: tl.constexpr, SLICES
     tile = tl.cumsum(count, 0)
     tl.store(tiles + 1, tl.max(tile, 0))
     for turn in range(0, tl.max(count, 0)):
-        entry = tiles + (tile - count + turn) * (3 + 2 * SLICES)
+        entry = tiles + (tile - count + turn) * (2 + 3 * SLICES)
         live = turn < count
         tl.store(entry, key // LEVELS, mask=live)
         for j in range(SLICES + 1):
             done = tl.minimum(turn * SLICES + j, slices)
             before = tl.sum(tl.minimum(own, tl.maximum(done[:, None] - (ends - each), 0) * S), 1)
             k = key % LEVELS + tl.sum((ends <= done[:, None]).to(tl.int32), 1) + 1
-            tl.store(entry + 2 + j, start + before, mask=live)
-            tl.store(entry + 3 + SLICES + j, tl.where(done < slices, k, 0), mask=live & (j < SLICES))
+            tl.store(entry + 2 + 3 * j, start + before, mask=live & (j < SLICES))
+            tl.store(entry + 3 * j, start + before, mask=live & (j > 0))
+            tl.store(entry + 4 + 3 * j, tl.where(done < slices, k, 0), mask=live & (j < SLICES))
+
+
+@triton.jit
+def _write_widths(tiles, own, EXPERTS: tl.constexpr, WIDTHS: tl.constexpr):
+    """As `_write_slices`, of slices that differ in width: a tile takes the k with most pairs left, again for every slice.
+
+    own int32 [EXPERTS, 8]. First come the first tiles of all experts, each time those with the largest k before others, since
+    they take longest.
+    """
+    expert, level = tl.arange(0, EXPERTS), tl.arange(0, LEVELS)
+    number = tl.sum(own, 1)
+    start = (tl.cumsum(number, 0) - number)[:, None] + tl.cumsum(own, 1) - own
+    left, written = own, 0
+    while tl.max(tl.max(left, 1), 0) > 0:
+        most = tl.max(tl.where(left > 0, level[None, :] + 1, 0), 1)
+        queue = (most[:, None] == level[None, :] + 1).to(tl.int32)
+        length = tl.sum(queue, 0)
+        before = tl.sum(length, 0) - tl.cumsum(length, 0)
+        entry = tiles + (written + tl.sum(queue * (tl.cumsum(queue, 0) - 1 + before[None, :]), 1)) * (2 + 3 * len(WIDTHS))
+        live = most > 0
+        tl.store(entry, expert, mask=live)
+        for j in tl.static_range(len(WIDTHS)):
+            rest, chosen = tl.max(left, 1, return_indices=True)
+            taken = tl.where(level[None, :] == chosen[:, None], tl.minimum(rest, WIDTHS[j])[:, None], 0)
+            first = tl.sum(tl.where(taken > 0, start + own - left, 0), 1)
+            tl.store(entry + 2 + 3 * j, first, mask=live)
+            tl.store(entry + 3 + 3 * j, first + tl.sum(taken, 1), mask=live)
+            tl.store(entry + 4 + 3 * j, tl.where(rest > 0, chosen + 1, 0), mask=live)
+            left -= taken
+        written += tl.sum(length, 0)
+    tl.store(tiles + 1, written)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode", "route",
-"hopper", "some hopper" (two of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
+"hopper", "some hopper" (three of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, and how many 1-bit products its code has; "hopper": also the most shared memory that its cut was chosen for.
 """
@@ -121,9 +121,10 @@ def around(card):
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     tiles = {
-        "sort": {"BN": 128, "MIXED": 64, "SLICES": 0, "TOGETHER": 0},
-        "slices": {"BN": 0, "MIXED": 64, "SLICES": 4, "TOGETHER": 8},
-        "one k": {"BN": 0, "MIXED": 64, "SLICES": 3, "TOGETHER": 1},
+        "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "TOGETHER": 0},
+        "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "TOGETHER": 8},
+        "one k": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 3, "TOGETHER": 1},
+        "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 32, 16, 16), "TOGETHER": 8},
     }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
@@ -232,9 +233,9 @@ def hopper(card):
     for name, sizes in kinds.items():
         for one_k in (False, True):
             weight = weight_of(sizes)
-            for pairs in (12, 48, 192, 193):
+            for pairs in (12, 24, 48, 96, 192, 193):
                 cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
-                title = f"hopper {name} {cut.slices} of {cut.pairs}{', one k' if one_k else ''}"
+                title = f"hopper {name} {cut.widths} by {cut.groups}{', one k' if one_k else ''}"
                 if title not in found:
                     found[title] = hopper_kernel(card, sizes, cut, one_k, hopper_experts.words_at_once(weight))
                     found[title]["most"] = hopper_experts.shared_memory(cut, weight)
@@ -242,14 +243,14 @@ def hopper(card):
 
 
 def some_hopper(card):
-    """The first product of about 128 pairs per expert, of several k and of one, with the instructions that it is made of."""
+    """The first product of 128 pairs per expert, of several k and of one, and of 32; with the instructions it is made of."""
     from dpamoe.kernels import hopper_experts
 
     sizes, found = UP | {"TARGET": False}, {}
-    for one_k in (False, True):
-        cut = hopper_experts.cut_for(128, 1, one_k, weight_of(sizes))
+    for pairs, one_k in ((128, False), (128, True), (32, False)):
+        cut = hopper_experts.cut_for(pairs, 1, one_k, weight_of(sizes))
         counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
-        found[f"one k {one_k}"] = hopper_kernel(card, sizes, cut, one_k, 2, counted) | {"cut": vars(cut)}
+        found[f"{pairs}, one k {one_k}"] = hopper_kernel(card, sizes, cut, one_k, 2, counted) | {"cut": vars(cut)}
     return found
 
 
@@ -273,8 +274,9 @@ def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     constants = {key: value for key, value in sizes.items() if key not in ("E", "ASM")}
     constants |= hopper_experts.constants_of(cut, one_k, words)
     types = {
-        name: f"tensordesc<fp16[{cut.pairs}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
+        f"{name}{i}": f"tensordesc<fp16[{rows}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
         for name, width in (("x", hopper_experts.BLOCK), ("sums", 16))
+        for i, rows in enumerate(cut.kinds)
     } | {"rows": "i32"}
     if sizes["TIED"]:
         types |= {"scales": ("*u8",), "offset": "*i8", "unit": "*fp32"}

@@ -67,9 +67,10 @@ def seeded():
 
 # group, width, words of a lane, tied scales, pairs per expert that a cut is taken for
 KINDS = {
-    "32": (32, 384, 1, False, (48, 193)), "32 wide": (32, 4096, 1, False, (48,)), "64": (64, 512, 2, False, (48, 193)),
-    "128": (128, 768, 2, False, (12, 48, 192, 193)), "256": (256, 1024, 4, False, (48, 193)),
-    "32 tied": (32, 384, 1, True, (48,)), "64 tied": (64, 512, 2, True, (48, 193)), "128 tied": (128, 512, 4, True, (48, 193)),
+    "32": (32, 384, 1, False, (24, 96, 193)), "32 wide": (32, 4096, 1, False, (48,)),
+    "64": (64, 512, 2, False, (12, 48, 96, 193)), "128": (128, 768, 2, False, (12, 24, 48, 96, 192, 193)),
+    "256": (256, 1024, 4, False, (24, 193)), "32 tied": (32, 384, 1, True, (48, 192)),
+    "64 tied": (64, 512, 2, True, (24, 48, 96, 193)), "128 tied": (128, 512, 4, True, (24, 193)),
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_groups_scale_modes_and_cuts(kind, pairs, one_k):
     assert (found[(ids == EXPERTS) | (chunks == 0)] == 0).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 80, 300, 700])
+@pytest.mark.parametrize("tokens", [1, 7, 30, 80, 150, 300, 700])
 @pytest.mark.parametrize("one_k", [False, True])
 def test_every_cut(tokens, one_k):
     up, down = random_weight(2 * 256, 512, 128), random_weight(512, 256, 128)

@@ -23,7 +23,7 @@ def test_cuts_by_the_number_of_pairs(random_encoded, one_k, cuts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("one_k", [False, True])
-@pytest.mark.parametrize("pairs", [1, 12, 48, 192, 193])
+@pytest.mark.parametrize("pairs", [1, 12, 24, 48, 96, 192, 193])
 def test_cuts_have_room(random_encoded, pairs, one_k, kind):
     group, width, tied = KINDS[kind]
     weight = random_encoded(1, 4, width, group, PLANES, tied)
@@ -33,11 +33,12 @@ def test_cuts_have_room(random_encoded, pairs, one_k, kind):
     assert computing % 8 == bringing % 8 == 0  # else the card does not take the number
     words = he.words_at_once(weight)
     unpacked = 32 * (words if cut.whole and words < 4 else 1)
-    assert cut.slices * cut.pairs // 2 + unpacked <= computing - 32  # fp32 sums; the rest is for everything else
+    assert sum(cut.widths) // 2 + unpacked <= computing - 32  # fp32 sums; the rest is for everything else
     planes = cut.groups * 2 * 64 * PLANES * 16 * words
-    rows = cut.kept * cut.slices * cut.pairs * 256
+    rows = cut.kept * sum(cut.widths) * 256
     assert planes + rows < he.shared_memory(cut, weight) <= he.SHARED
-    assert cut.pairs <= 16 or 2 * pairs > cut.pairs or words == 4  # no slice is much wider than an expert has pairs
+    assert list(cut.widths) == sorted(cut.widths, reverse=True) and len(set(cut.widths)) <= len(cut.kinds) == 3
+    assert cut.widths[0] <= 16 or 2 * pairs > cut.widths[0] or words == 4  # no slice is much wider than an expert has pairs
 
 
 WORDS = {(32, 256, False): 1, (64, 256, False): 2, (128, 768, False): 2, (256, 512, False): 4, (32, 256, True): 1,

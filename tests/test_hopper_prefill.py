@@ -27,12 +27,13 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("one_k", [False, True])
-def test_products_and_copies(compiled, one_k):
-    facts = compiled[f"one k {one_k}"]
-    groups, slices = facts["cut"]["groups"], facts["cut"]["slices"]
-    assert not facts["cut"]["whole"]
-    blocks = 8 * (2 if one_k else 1) + 1  # 16 inputs at a time, alike for tiles that are full and that are not; offsets
-    assert facts["HGMMA"] == groups * slices * blocks
+@pytest.mark.parametrize("pairs, one_k", [(128, False), (128, True), (32, False)])
+def test_products_and_copies(compiled, pairs, one_k):
+    facts = compiled[f"{pairs}, one k {one_k}"]
+    groups, slices = facts["cut"]["groups"], len(facts["cut"]["widths"])
+    assert facts["cut"]["whole"] == (pairs == 32)
+    blocks = WORDS if facts["cut"]["whole"] else 1  # of a stretch, unpacked at once
+    products = 8 * blocks * (2 if one_k else 1) + 1  # 16 inputs each, alike for tiles that are full or not; and the offsets
+    assert facts["HGMMA"] == groups * slices * products
     assert facts["UTMALDG"] == slices * (WORDS + 1)  # blocks of a stretch, and sums over it
     assert facts["LDGSTS"] == groups * (2 * PLANES + 1)  # planes, scales and offsets, each in one copy of every lane

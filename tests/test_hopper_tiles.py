@@ -32,10 +32,17 @@ def sorted_pairs(random_pairs, random_encoded):
     return sort
 
 
-@pytest.mark.parametrize("one_k, ks", [(False, None), (False, 4), (True, 4), (True, None)])  # the last: a wrong guess
-@pytest.mark.parametrize("tokens, slices, pairs", [(1, 2, 8), (40, 2, 8), (130, 4, 16), (130, 1, 16), (130, 3, 64)])
-def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, slices, pairs, one_k, ks):
-    ids, chunks, by = sorted_pairs(tokens, he.Cut(slices, pairs, 2, 2), one_k, ks)
+SOME = [(1, (8, 8)), (40, (8, 8)), (130, (16,) * 4), (130, (16,)), (130, (64,) * 3)]
+SEVERAL = [(1, (16, 8)), (40, (16, 8)), (130, (32, 8, 8)), (130, (16, 8, 8, 4)), (130, (64, 32, 32, 32, 16, 16))]
+ONE_K = [(False, None), (False, 4), (True, 4), (True, None)]  # the last: a wrong guess
+
+
+@pytest.mark.parametrize(
+    "tokens, widths, one_k, ks",
+    [(*cut, *k) for cut in SOME for k in ONE_K] + [(*cut, False, ks) for cut in SEVERAL for ks in (None, 4)],
+)
+def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, widths, one_k, ks):
+    ids, chunks, by = sorted_pairs(tokens, he.Cut(widths, 2, 2), one_k, ks)
     held = (ids < EXPERTS) & (ids >= 0) & (chunks > 0)
     number = int(held.sum())  # beyond them nothing is written
     order, places = by.order[:number].cpu().long(), by.places.cpu()
@@ -44,10 +51,10 @@ def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, slices, p
     tiles = by.tiles[: int(by.tiles[0, 1])].tolist()
     assert len(tiles) <= by.tiles.shape[0]
     for expert, _, *rest in tiles:
-        starts, levels = rest[: slices + 1], rest[slices + 1 :]
-        assert starts[-1] > starts[0] and 0 <= expert < EXPERTS
-        for first, end, k in zip(starts[:-1], starts[1:], levels, strict=True):
-            assert end - first <= pairs and (k == 0) == (first == end)
+        levels = rest[2::3]
+        assert levels[0] > 0 and 0 <= expert < EXPERTS
+        for first, end, k, width in zip(rest[::3], rest[1::3], levels, widths, strict=True):
+            assert 0 <= end - first <= width and (k == 0) == (first == end)
             assert (ids[first:end] == expert).all() and (chunks[first:end] == k).all()
             seen[first:end] += 1
         assert sorted(levels, key=lambda k: k == 0) == levels  # empty ones come last
@@ -55,15 +62,31 @@ def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, slices, p
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("one_k", [False, True])
-def test_the_most_tiles_that_pairs_can_need(random_encoded, one_k):
-    """Every expert has each k once more than slices hold, which no bound may forget."""
-    cut, experts = he.Cut(2, 4 if one_k else 8, 2, 2), 3
+def test_slices_of_several_widths_take_the_k_with_most_pairs_left(random_encoded):
+    """Worked by hand: pairs 0 to 31 belong to expert 0, the last to expert 1."""
+    ks = [2] * 20 + [5] * 3 + [7] * 9 + [8]
+    ids, chunks = torch.tensor([0] * 32 + [1])[:, None], torch.tensor(ks, dtype=torch.int32)[:, None]
+    weight = moved(random_encoded(3, 8, 128, 64, PLANES))
+    by = he.sort_pairs(ids.to(DEVICE), chunks.to(DEVICE), he.Cut((16, 8), 2, 2), False, weight, weight)
+    tiles = by.tiles[:4].tolist()
+    assert tiles[0][1] == 4
+    assert [(expert, *slices) for expert, _, *slices in tiles] == [
+        (1, 32, 33, 8, 0, 0, 0),  # of first tiles, that with the largest k
+        (0, 0, 16, 2, 23, 31, 7),
+        (0, 16, 20, 2, 20, 23, 5),
+        (0, 31, 32, 7, 0, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("widths, one_k, each", [((8, 8), False, 8), ((4, 4), True, 16), ((16, 8), False, 6)])
+def test_the_most_tiles_that_pairs_can_need(random_encoded, widths, one_k, each):
+    """Every expert has each k once more than slices of 4 or 8 hold, which no bound may forget."""
+    cut, experts = he.Cut(widths, 2, 2), 3
     ids = torch.arange(experts).repeat_interleave(8 * 9)[:, None]
     chunks = torch.arange(1, 9, dtype=torch.int32).repeat_interleave(9).repeat(experts)[:, None]
     weight = moved(random_encoded(experts, 8, 128, 64, PLANES))
     by = he.sort_pairs(ids.to(DEVICE), chunks.to(DEVICE), cut, one_k, weight, weight)
-    assert int(by.tiles[0, 1]) == experts * 8 * (2 if one_k else 1) <= by.tiles.shape[0]
+    assert int(by.tiles[0, 1]) == experts * each <= by.tiles.shape[0]
 
 
 def test_nothing_but_padding_makes_no_tile(random_encoded):
