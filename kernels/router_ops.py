@@ -40,17 +40,20 @@ def _linear_route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A whole router: `route` of the logits weight x + shift.
 
-    x float [T, H], weight [E, H] and shift [E] of one dtype, to which the logits are rounded; the rest as in `route`.
+    x float [T, H]; weight [E, H] of any dtype that the one of x, to which logits are rounded, holds; shift [E]; the rest as in
+    `route`. The weight may be read before the kernel in front of this op has ended, which must not write it.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {list(x.shape)} must be [tokens, features] and weight {list(weight.shape)} [experts, features]")
+    if shift is not None and shift.shape != weight.shape[:1]:
+        raise ValueError(f"shift {list(shift.shape)} must hold one number for each of {weight.shape[0]} experts")
     if paths.has_triton(x.device) and 0 < x.shape[0] <= routing.FEW_TOKENS:
         from dpamoe.kernels import triton_route
 
         with torch.cuda.device_of(x):
             logits = triton_route.linear(x, weight, shift)
     else:
-        logits = torch.nn.functional.linear(x, weight, shift)
+        logits = torch.nn.functional.linear(x, weight.to(x.dtype), shift if shift is None else shift.to(x.dtype))
     return _route(logits, bias, active, score, norm, scale, groups, kept_groups, group_score, dtype)
 
 

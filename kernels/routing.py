@@ -61,10 +61,15 @@ def choice(scores: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
     found = scores if bias is None else scores + bias.float()
     if rule.groups == 1:
         return found
-    grouped = found.unflatten(-1, (rule.groups, -1))
-    best = grouped.topk(min(2, grouped.shape[-1]) if rule.group_score == "two" else 1, -1).values.sum(-1)
+    best = group_scores(found, rule)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, first(best, rule.kept_groups), True)
-    return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    return found.unflatten(-1, (rule.groups, -1)).masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+
+
+def group_scores(found: Tensor, rule: Rule) -> Tensor:
+    """What groups are kept by, [T, groups], from what experts are chosen by, [T, E]."""
+    grouped = found.unflatten(-1, (rule.groups, -1))
+    return grouped.topk(min(2, grouped.shape[-1]) if rule.group_score == "two" else 1, -1).values.sum(-1)
 
 
 def first(values: Tensor, count: int) -> Tensor:

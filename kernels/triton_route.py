@@ -142,7 +142,7 @@ def linear(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
     (tokens, features), experts = x.shape, weight.shape[0]
     logits, early = torch.empty(tokens, experts, dtype=x.dtype, device=x.device), _early(x)
     linear_kernel[(experts, tokens)](
-        x, weight, weight if shift is None else shift, logits, x.stride(0), weight.stride(0), IN=features,
+        x, weight, weight if shift is None else shift.contiguous(), logits, x.stride(0), weight.stride(0), IN=features,
         BLOCK=min(2048, triton.next_power_of_2(features)), SHIFT=shift is not None, PDL=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -21,7 +21,7 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
         if not _feeds(chunks, expert):
             continue
         counters = [user for user in chunks.users if _is(user, ops.count)]
-        counters = counters if len(counters) == 1 else []
+        counters = counters if len(counters) == 1 and len(counters[0].args[1].users) == 1 else []
         more = {"spent": counters[0].args[1]} if counters else {}
         place = min(user for user in chunks.users if user not in counters)
         needed = {*expert.all_input_nodes, *chunks.all_input_nodes, *more.values()} - {chunks}
@@ -74,7 +74,7 @@ def drop_widening_casts(gm: fx.GraphModule) -> int:
         if not any(_is(node, op) for op in READERS):
             continue
         for argument in node.args[:3]:
-            source = _widened(argument) if isinstance(argument, fx.Node) else None
+            source = widened(argument) if isinstance(argument, fx.Node) else None
             if source is not None:
                 node.replace_input_with(argument, source)
                 dropped += 1
@@ -85,9 +85,9 @@ def drop_widening_casts(gm: fx.GraphModule) -> int:
     return dropped
 
 
-def _widened(node: fx.Node) -> fx.Node | None:
+def widened(node: fx.Node) -> fx.Node | None:
     """What a cast without loss was made from, or None."""
-    casts = node.op == "call_method" and node.target in ("to", "float", "long", "int", "type_as")
+    casts = node.op == "call_method" and node.target in ("to", "float", "long", "int", "type", "type_as")
     if not casts or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]

@@ -1,43 +1,39 @@
-"""Fuse a router in front of the experts' op into one op, `linear_route` or `route`; recognised by value, not by form.
+"""Fuse a router in front of the experts' op into one op, `linear_route` or `route`.
 
-The nodes in between are run on sample logits, and rules of routers are tried until one gives the same experts and gates. A
-router that no rule matches, or whose nodes are read elsewhere too, stays as it is.
+Nodes between a matmul and the experts that are all of kinds routers are made of (see `_is_known`) are run on sample logits and
+biases, and rules of routers are tried until one gives the same experts and gates (`router_rule`). A router that no rule
+matches, of which anything else is read or written elsewhere, or that gradients flow through, stays as it is. Equal scores go to
+the lower expert, which `torch.topk` leaves open.
 """
 
-import itertools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 import dpamoe.kernels.router_ops  # noqa: F401  registers torch.ops.dpamoe.route
-from dpamoe.kernels import routing
 from dpamoe.kernels.routing import Rule
+from dpamoe.passes.fuse import widened
+from dpamoe.passes.router_rule import Router, find_rule, name_of, sizes_of, value_of
 
 ops = torch.ops.dpamoe
 MATMULS = {torch.nn.functional.linear, torch.matmul, torch.mm, torch.addmm, operator.matmul}
 METHODS = {"matmul", "mm", "__matmul__"}
-IN_PLACE = {
-    getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor")
-}
+# What routers are made of: nothing here draws numbers or mixes tokens, and what it writes it has made.
+ALONG_ROWS = {"softmax", "topk", "sort", "sum", "max", "amax", "gather", "scatter", "scatter_"}
+POINTWISE = {
+    "sigmoid", "mul", "imul", "div", "truediv", "itruediv", "add", "iadd", "clamp", "masked_fill", "bool", "invert",
+    "logical_not", "eq", "to", "float", "type", "type_as",
+}  # fmt: skip
+SHAPES = {
+    "getitem", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous",
+    "repeat_interleave", "zeros_like", "zeros",
+}  # fmt: skip
+IN_PLACE = {"imul", "itruediv", "iadd", "scatter_"}
+FOLLOWING = {"ge", "lt", "abs", "float", "masked_fill", "getitem", "output"}  # what may read ids and gates beside our ops
+LEAST_SHIFT = 1e-12  # numbers added to a sum up to here, against which it is nothing, keep it from 0
 MOST_NODES = 80  # between logits and experts, several times what routers with groups have
-LEAST_ROWS = 48  # a rule is believed that is right for so many tokens
-BIAS_SPREAD = 0.2  # enough to change who is chosen
-ROUNDINGS = 2  # of the gates' dtype: sums and powers may be taken in another order
-OWN_ROUNDING = 1e-5  # the same for fp32: exponentials of numbers up to about 5, summed over the experts
-
-
-@dataclass(frozen=True)
-class Router:
-    """Nodes from logits to ids and gates. leaves: other tensors read; inner: the nodes in between, in order."""
-
-    logits: fx.Node
-    ids: fx.Node
-    gates: fx.Node
-    leaves: tuple[fx.Node, ...]
-    inner: tuple[fx.Node, ...]
 
 
 def fuse_routing(gm: fx.GraphModule) -> int:
@@ -45,215 +41,143 @@ def fuse_routing(gm: fx.GraphModule) -> int:
 
     `linear_route` takes the matmul along if nobody else reads its logits; else `route` reads them.
     """
-    fused = 0
-    for ids, gates in _pairs(gm):
-        router = _router(gm, ids, gates)
-        found = router and _rule(gm, router)
-        if found:
-            _replace(gm.graph, router, *found)
+    fused, known = 0, {}
+    while pair := next((pair for pair in _pairs(gm) if pair not in known), None):
+        known[pair] = None
+        router = _router(gm, *pair)
+        if router is None or not _fits(router):
+            continue
+        form = _form(router)
+        if form not in known:
+            known[form] = find_rule(gm, router)
+        if known[form] is not None:
+            rule, place = known[form]
+            _replace(gm.graph, router, rule, None if place is None else router.leaves[place])
             fused += 1
     gm.graph.lint()
     gm.recompile()
     return fused
 
 
-def _pairs(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    """The ids and gates that expert ops read, each pair once."""
-    places = {ops.expert_ffn: (1, 2), ops.routed_ffn: (1, 2), ops.threshold_ffn: (1, 2)}
+def _pairs(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The ids and gates that expert ops read."""
+    places = dict.fromkeys((ops.expert_ffn, ops.routed_ffn, ops.threshold_ffn), (1, 2))
     places |= dict.fromkeys((ops.allocate, ops.allocate_dispatch, ops.allocate_threshold), (1, 0))
-    known = {packet.default: at for packet, at in places.items()} | places
-    found = {}
+    places |= {packet.default: at for packet, at in places.items()}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in known:
-            pair = tuple(node.args[at] for at in known[node.target])
+        if node.op == "call_function" and node.target in places and len(node.args) > 2:
+            pair = tuple(node.args[at] for at in places[node.target])
             if all(isinstance(part, fx.Node) for part in pair):
-                found[pair] = None
-    return list(found)
+                yield pair
 
 
 def _router(gm: fx.GraphModule, ids: fx.Node, gates: fx.Node) -> Router | None:
-    """What lies between one matmul and these nodes, or None if there is none, or it is read by others."""
+    """What lies between one matmul and these nodes, or None if there is none, or it is more than a router."""
     ends, inner, level = {}, set(), [ids, gates]
-    while level and len(inner) <= MOST_NODES:
+    while level:
         node = level.pop()
         if _is_end(node):
             ends[node] = None
         elif node not in inner:
+            if not _is_known(node) or len(inner) == MOST_NODES:
+                return None
             inner.add(node)
-            level += [*_read_by(node), *(user for user in node.users if _writes(user, node))]
+            level += [*_read_by(node), *(user for user in node.users if name_of(user) in IN_PLACE and user.args[0] is node)]
     order = tuple(node for node in gm.graph.nodes if node in inner)
     logits = [node for node in ends if _is_matmul(node)]
-    leaves = tuple(node for node in ends if node not in logits)
-    last = {ids, gates}
-    read_elsewhere = any(user not in inner for node in order if node not in last for user in node.users)
-    if level or len(logits) != 1 or not last <= inner or read_elsewhere or _written_aside(gm, {*ends, *inner}, inner):
+    if len(logits) != 1 or not {ids, gates} <= inner:
         return None
-    return Router(*logits, ids, gates, leaves, order)
+    router = Router(logits[0], ids, gates, tuple(node for node in ends if node not in logits), order)
+    return router if _is_alone(router) else None
 
 
 def _is_end(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr") or isinstance(_value(node), torch.SymInt) or _is_matmul(node)
+    return node.op in ("placeholder", "get_attr") or isinstance(value_of(node), torch.SymInt) or _is_matmul(node)
 
 
 def _is_matmul(node: fx.Node) -> bool:
     return node.target in {"call_function": MATMULS, "call_method": METHODS}.get(node.op, ())
 
 
-def _value(node: fx.Node) -> object:
-    """What Dynamo saw there: a tensor, a number, or nothing for tuples."""
-    return node.meta.get("example_value")
-
-
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose numbers a node reads; of what it is only made like it reads none."""
-    return node.all_input_nodes[:1] if _is_cast(node) else node.all_input_nodes
+    return node.all_input_nodes[:1] if name_of(node) in ("type_as", "expand_as", "zeros_like") else node.all_input_nodes
 
 
-def _is_cast(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "type_as"
+def _is_known(node: fx.Node) -> bool:
+    """Whether a router may be made of it; what works along rows works along the last dimension."""
+    name, numbers = name_of(node), [part for part in node.args[1:] if isinstance(part, int | float)]
+    if name in ALONG_ROWS:
+        return _dimension(node, name) in (-1, _rank(node) - 1)
+    if name == "clamp":  # from below, to keep a sum from 0
+        limits = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+        return limits.keys() == {"min"} and isinstance(limits["min"], float) and 0 < limits["min"] <= LEAST_SHIFT
+    if name in ("add", "iadd"):
+        return not node.kwargs and all(0 <= number <= LEAST_SHIFT for number in numbers)
+    return name in POINTWISE and "out" not in node.kwargs or name in SHAPES
 
 
-def _written_aside(gm: fx.GraphModule, whole: set[fx.Node], inner: set[fx.Node]) -> bool:
-    """Whether any of the nodes is written in place, itself or through views of it, by one that is not inner, or is an end."""
-    for node in gm.graph.nodes:
-        if not (node.args and isinstance(node.args[0], fx.Node) and _writes(node, node.args[0])):
-            continue
-        source = node.args[0]
-        while source not in whole and source.args and isinstance(source.args[0], fx.Node):
-            source = source.args[0]
-        if source in whole and (node not in inner or source not in inner):
-            return True
-    return False
+def _dimension(node: fx.Node, name: str) -> object:
+    """The dimension that a node works along; None for all."""
+    place = {"topk": 2}.get(name, 1)
+    given = node.args[place] if len(node.args) > place else node.kwargs.get("dim", -1 if name in ("topk", "sort") else None)
+    return given[0] if isinstance(given, list | tuple) and len(given) == 1 else given
 
 
-def _writes(node: fx.Node, target: fx.Node) -> bool:
-    """Whether a node writes into its first argument, and that is target."""
-    if not node.args or node.args[0] is not target:
+def _rank(node: fx.Node) -> int:
+    value = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _is_alone(router: Router) -> bool:
+    """Whether nobody else reads or writes what stands inside, or could write what it reads."""
+    inner, last = set(router.inner), {router.ids, router.gates}
+    for node in (*router.inner, router.logits, *router.leaves):
+        others = [user for user in node.users if user not in inner]
+        if node in last:
+            others = [user for user in others if not str(user.target).startswith("dpamoe") and name_of(user) not in FOLLOWING]
+        elif node is router.logits:
+            others = [user for user in others if user.op != "output"]
+        if others or (node not in inner and any(name_of(u) in IN_PLACE and u.args[0] is node for u in node.users)):
+            return False
+    return True
+
+
+def _fits(router: Router) -> bool:
+    """Whether shapes and dtypes are those of a router, its leaves one number for each expert, and no gradient is asked for."""
+    values = [value_of(node) for node in (router.logits, router.ids, router.gates, *router.leaves)]
+    if not all(isinstance(value, Tensor) and sizes_of(value) for value in values):
         return False
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    return node.op == "call_function" and node.target in IN_PLACE
+    logits, ids, gates, *leaves = values
+    (*tokens, experts), chosen = sizes_of(logits), sizes_of(ids)
+    tokens = torch.Size(tokens).numel()
+    fits = logits.dim() > 1 and len(chosen) == 2 and chosen == sizes_of(gates) and tokens == chosen[0] > 0
+    floats = all(value.is_floating_point() for value in (logits, gates, *leaves))
+    return (
+        fits and floats and ids.dtype == torch.int64 and not logits.requires_grad
+        and all(torch.Size(sizes_of(leaf)).numel() == experts for leaf in leaves)
+    )  # fmt: skip
 
 
-def _hint(value: int | torch.SymInt) -> int:
-    return int(value.node.hint) if isinstance(value, torch.SymInt) else int(value)
+def _form(router: Router) -> tuple:
+    """Equal for routers that compute the same, whatever their weights."""
+    numbered = {node: n for n, node in enumerate((router.logits, *router.leaves, *router.inner))}
+    arguments = [fx.map_arg((node.args, node.kwargs), lambda part: f"%{numbered.get(part)}") for node in router.inner]
+    ends = [(value_of(node).shape, value_of(node).dtype, value_of(node).device) for node in (router.logits, *router.leaves)]
+    targets = [node.target for node in router.inner]
+    return str((targets, arguments, ends, numbered[router.ids], numbered[router.gates])), router.ordered
 
 
-def _rule(gm: fx.GraphModule, router: Router) -> tuple[Rule, fx.Node | None, torch.dtype] | None:
-    """The rule that gives what the router gives, its bias, and the dtype of the gates."""
-    values = [_value(node) for node in (router.logits, router.ids, router.gates)]
-    if not all(isinstance(value, Tensor) for value in values):
-        return None
-    logits, ids, gates = values
-    shapes = [tuple(map(_hint, value.shape)) for value in values]
-    experts, fits = shapes[0][-1], len(shapes[1]) == 2 and shapes[1] == shapes[2] and 0 not in shapes[0]
-    floats = logits.is_floating_point() and gates.is_floating_point()
-    if not (fits and floats and ids.dtype == torch.int64 and shapes[1][0] * experts == torch.Size(shapes[0]).numel()):
-        return None
-    if any(_numbers(node) != experts for node in router.leaves):  # sizes too: what depends on them may differ at others
-        return None
-    seen = _answers(gm, router, shapes[0], logits)
-    for rule, bias in _candidates(router, experts, shapes[1][1]):
-        if all(_same(sample, rule, bias) for sample in seen):
-            return rule, bias, gates.dtype
-    return None
-
-
-def _numbers(node: fx.Node) -> int | None:
-    """How many floats a tensor has; None for anything else."""
-    value = _value(node)
-    return _hint(value.numel()) if isinstance(value, Tensor) and value.is_floating_point() else None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One call of a router: its logits [T, E], what stood in its leaves, and its answer."""
-
-    logits: Tensor
-    leaves: dict[fx.Node, Tensor]
-    ids: Tensor
-    gates: Tensor
-
-
-@torch.no_grad()
-def _answers(gm: fx.GraphModule, router: Router, shape: tuple[int, ...], like: Tensor) -> list[Sample]:
-    """What the router answers to random logits, no two of a row equal, and random biases; half the rows are alike."""
-    alone, random = _alone(gm, router), torch.Generator().manual_seed(0)
-    rows, experts = torch.Size(shape[:-1]).numel(), shape[-1]
-    pool = torch.randn(16 * experts + 1024, generator=random).mul(1.5).to(like.dtype).unique()
-    samples = []
-    for _ in range(-(-LEAST_ROWS // rows)):
-        picked = torch.stack([torch.randperm(len(pool), generator=random)[:experts] for _ in range(rows)])
-        picked[1 : rows // 2] = picked[0]  # all to the same experts, which shows where their number is limited
-        logits, leaves = pool[picked].to(like.device), {}
-        for node in router.leaves:
-            spread = torch.rand(experts, generator=random).mul(2 * BIAS_SPREAD).sub(BIAS_SPREAD)
-            leaves[node] = spread.to(_value(node).device, _value(node).dtype).view(_value(node).shape)
-        ids, gates = alone(logits.view(shape).clone(), *(leaf.clone() for leaf in leaves.values()))
-        samples.append(Sample(logits, leaves, ids, gates))
-    return samples
-
-
-def _alone(gm: fx.GraphModule, router: Router) -> fx.GraphModule:
-    """The router as a graph of its own: (logits, leaves) to (ids, gates)."""
-    graph, made = fx.Graph(), {}
-    for node in (router.logits, *router.leaves):
-        made[node] = graph.placeholder(node.name)
-    for node in router.inner:
-        if _is_cast(node):
-            made[node] = graph.call_method("to", (made[node.args[0]], _value(node).dtype))
-        else:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output((made[router.ids], made[router.gates]))
-    return fx.GraphModule(gm, graph)
-
-
-def _candidates(router: Router, experts: int, active: int) -> Iterator[tuple[Rule, fx.Node | None]]:
-    """Rules that the router may follow, with the numbers that stand in it."""
-    constants = [value for node in router.inner for value in _constants((node.args, node.kwargs))]
-    whole = dict.fromkeys(value for value in constants if isinstance(value, int) and 1 <= value <= experts)
-    scales = dict.fromkeys([1.0, *(float(value) for value in constants if value > 0)])
-    groups = [(1, 1, "max")]
-    for count, kept in itertools.product(whole, whole):
-        if count > 1 and kept < count and experts % count == 0 and active <= experts // count * kept:
-            groups += [(count, kept, score) for score in routing.GROUP_SCORES]
-    for score, bias, group, norm, scale in itertools.product(
-        routing.SCORES, (*router.leaves, None), groups, routing.NORMS, scales
-    ):  # fmt: skip
-        yield Rule(active, score, norm, scale, *group), bias
-
-
-def _constants(arguments: object) -> list[int | float]:
-    """The finite numbers among arguments, however deep."""
-    if isinstance(arguments, dict):
-        return _constants(tuple(arguments.values()))
-    if isinstance(arguments, tuple | list):
-        return [value for part in arguments for value in _constants(part)]
-    number = isinstance(arguments, int | float) and not isinstance(arguments, bool)
-    return [arguments] if number and abs(arguments) < float("inf") else []
-
-
-def _same(sample: Sample, rule: Rule, bias: fx.Node | None) -> bool:
-    """Whether the rule chooses the same experts, in any order, and gives them the same gates."""
-    ids, gates = routing.route(sample.logits, None if bias is None else sample.leaves[bias].flatten(), rule, torch.float32)
-    (ids, places), (expected, others) = ids.sort(-1), sample.ids.sort(-1)
-    if not torch.equal(ids, expected):
-        return False
-    rounding = max(OWN_ROUNDING, ROUNDINGS * torch.finfo(sample.gates.dtype).eps)
-    expected = sample.gates.float().gather(-1, others)
-    return torch.allclose(gates.gather(-1, places), expected, rtol=rounding, atol=0.0)
-
-
-def _replace(graph: fx.Graph, router: Router, rule: Rule, bias: fx.Node | None, dtype: torch.dtype) -> None:
+def _replace(graph: fx.Graph, router: Router, rule: Rule, bias: fx.Node | None) -> None:
     with graph.inserting_before(router.logits.next):
         op, arguments = _matmul_too(graph, router) or (ops.route, (graph.call_method("flatten", (router.logits, 0, -2)),))
-        if bias is not None and _value(bias).dim() != 1:
+        if bias is not None and value_of(bias).dim() != 1:
             bias = graph.call_method("flatten", (bias,))
         numbers = (rule.active, rule.score, rule.norm, rule.scale, rule.groups, rule.kept_groups, rule.group_score)
-        both = graph.call_function(op.default, (*arguments, bias, *numbers, dtype), name="route")
+        both = graph.call_function(op.default, (*arguments, bias, *numbers, value_of(router.gates).dtype), name="route")
         for place, node in enumerate((router.ids, router.gates)):
-            part = graph.call_function(operator.getitem, (both, place))
-            part.meta["example_value"] = _value(node)
+            part = graph.call_function(operator.getitem, (both, place), name=f"routed_{place}")
+            part.meta["example_value"] = value_of(node)
             node.replace_all_uses_with(part)
     for node in (*reversed(router.inner), router.logits):
         if not node.users:
@@ -261,14 +185,20 @@ def _replace(graph: fx.Graph, router: Router, rule: Rule, bias: fx.Node | None, 
 
 
 def _matmul_too(graph: fx.Graph, router: Router) -> tuple[object, tuple] | None:
-    """`linear_route` and its rows, weight and shift, if the logits are those of a linear layer and nobody else reads them."""
+    """`linear_route` and its rows, weight and shift, if the logits are those of a linear layer and nobody else reads them.
+
+    The weight is one of the model's, which no kernel right before writes; a cast that widens it is left out.
+    """
     node = router.logits
     if node.target is not torch.nn.functional.linear or any(user not in router.inner for user in node.users):
         return None
-    given = [*node.args, *(node.kwargs[name] for name in ("input", "weight", "bias")[len(node.args) :] if name in node.kwargs)]
-    x, weight, shift = (*given, None)[:3]
-    values = [_value(part) for part in (x, weight, node)]
-    same = all(isinstance(value, Tensor) and value.dtype == values[0].dtype for value in values)
-    if not same or values[1].dim() != 2:  # autocast, or no weight at all
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+    x, weight, shift = (given.get(name) for name in ("input", "weight", "bias"))
+    weight = widened(weight) or weight
+    held = [part for part in (weight, shift) if part is not None]
+    if not all(part.op in ("placeholder", "get_attr") and isinstance(value_of(part), Tensor) for part in held):
+        return None
+    fits = value_of(weight).dim() == 2 and (shift is None or value_of(shift).shape == value_of(weight).shape[:1])
+    if not fits or value_of(node).dtype != value_of(x).dtype:  # autocast
         return None
     return ops.linear_route, (graph.call_method("flatten", (x, 0, -2)), weight, shift)
