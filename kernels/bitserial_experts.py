@@ -17,13 +17,15 @@ from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_experts import combine, rule_of, strides_of, tensors_of
+from dpamoe.kernels.triton_experts import rule_of, strides_of, tensors_of
+from dpamoe.kernels.triton_sort import combine_kernel
 
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
 REGISTERS = 1 << 16  # of a multiprocessor
+COLUMNS = 256  # of an output row that a program adds up
 
 
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
@@ -129,14 +131,17 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
     active, experts, pairs, device = ids.shape[1], up.offset.shape[0], ids.numel(), x.device
     bits, order = order_pairs(x, ids, chunks, up, source)
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
-    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3)
+    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3, ahead=False)
     inner = torch.empty(pairs, 256 * pieces_of(down.in_features, 1), dtype=torch.int32, device=device)
     cut_kernel[(pairs, pieces_of(down.in_features, 4))](
         hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, **_launch(device, 4)
     )
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
-    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4)
-    combine(rows, ids, chunks, gates, experts, out)
+    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    combine_kernel[(ids.shape[0], triton.cdiv(out.shape[1], COLUMNS))](
+        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=out.shape[1], B=COLUMNS,
+        **_launch(device, 2),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,12 +173,12 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
 
 def _group(
     bits: Tensor, by: Order, weight: EncodedWeight, bias: Tensor | None, out: Tensor, sharing: int, activation: str,
-    along: int, tiles: int, programs: int,
+    along: int, tiles: int, programs: int, ahead: bool,
 ) -> None:  # fmt: skip
     """out [P, rows] = act(W_k x + bias): along warps share the inputs of 16 rows, in each of so many tiles.
 
     programs: how many share a multiprocessor from Hopper on; one less before, where fewer planes stand in shared memory, so
-    that those read as they stand are not spilled.
+    that those read as they stand are not spilled. ahead: whether planes are asked for while the kernel before still runs.
     """
     programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
     registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
@@ -181,7 +186,7 @@ def _group(
     pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
     held = min(planes_held(pieces, programs, out.device), len(weight.planes))
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
-        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, sharing, **_sizes(weight, bias), GATED=gated,
-        ACT=activation, CAP=held, NWK=along, RT=tiles,
+        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
+        GATED=gated, ACT=activation, CAP=held, NWK=along, RT=tiles, AHEAD=ahead,
         **_launch(out.device, along * tiles, registers),
     )  # fmt: skip

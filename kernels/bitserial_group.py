@@ -39,45 +39,77 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 
 @gluon.jit
 def group_kernel(
-    bits, order, ks, entries, planes, scales, offset, bias, out, SHARING,
+    bits, order, ks, entries, planes, scales, offset, bias, out, SHARING: gl.constexpr,
     OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, PDL: gl.constexpr,
+    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
     bits: of row pair // SHARING, as `bitserial_rows` leaves them; a program takes one of entries. The last tile may overlap.
+    AHEAD: order, ks and entries are older than the kernel before, so planes are asked for while that still runs: it lets this
+    one begin only after its own wait, when all kernels before it have ended.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NWK - 1) // (256 * NWK)
-    if PDL:
+    if PDL and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
-    tile, entry = gl.minimum(gl.program_id(0) * (16 * RT), WIDTH - 16 * RT), entries + 4 * gl.program_id(1)
-    row, begin, end = gl.load(entry).to(gl.int64) * OUT + tile, gl.load(entry + 1), gl.load(entry + 2)
+    tile = gl.minimum(gl.program_id(0) * (16 * RT), WIDTH - 16 * RT)
+    expert, begin, end, most = _entry(entries + 4 * gl.program_id(1), NWK * RT)
+    row = expert.to(gl.int64) * OUT + tile
     if begin < end:
         buffers = buffers_for(CAP * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
-        most = gl.load(entry + 3)  # of the first pair
         if (most == 0) | (begin + 1 < end):
             most = gl.maximum(most, _most(ks, begin, end, NWK * RT))
         ask_rows(buffers, planes, row, 0, CAP, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         async_copy.commit_group()
-        layout: gl.constexpr = words_layout(NWK, RT)
-        r = gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
-        column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
         own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
-        weights, room = column_weights((column + r) * 0), room_for_sums(MATRICES, NWK)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
-        X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)
-        async_copy.wait_group(0)
-        for n in range(begin, end):
-            next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
-            later = _both(bits, next_pair, SHARING, IN, PIECES, NWK, RT)
-            total = _rows(X, Y, own, buffers, planes, row + r, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
-            result = activated(summed(total, room, MATRICES, NWK, RT), bias, row, WIDTH, GATED, BIAS, ACT)
-            at = tile + gl.arange(0, 16 * RT, result.type.layout)
-            gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
-            pair, k, X, Y = next_pair, next_k, later[0], later[1]
+        if PDL and AHEAD:
+            gdc_wait()
+            gdc_launch_dependents()
+        _pairs(
+            bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
+            IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, NWK, RT,
+        )  # fmt: skip
+    elif PDL and AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _pairs(
+    bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+):  # fmt: skip
+    """A tile's rows for pairs begin … end - 1, one after the other; pair, k: the first one, and its planes."""
+    MATRICES: gl.constexpr = 2 if GATED else 1
+    layout: gl.constexpr = words_layout(NWK, RT)
+    line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
+    weights, room = column_weights((column + line.to(gl.int32)) * 0), room_for_sums(MATRICES, NWK)
+    X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)
+    async_copy.wait_group(0)
+    for n in range(begin, end):
+        next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
+        later = _both(bits, next_pair, SHARING, IN, PIECES, NWK, RT)
+        total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
+        result = activated(summed(total, room, MATRICES, NWK, RT), bias, row, WIDTH, GATED, BIAS, ACT)
+        at = tile + gl.arange(0, 16 * RT, result.type.layout)
+        gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
+        pair, k, X, Y = next_pair, next_k, later[0], later[1]
+
+
+@gluon.jit
+def _entry(entry, NW: gl.constexpr):
+    """Expert, where its pairs begin and end, planes of the first or 0: four numbers by one load."""
+    place = gl.arange(0, 4, gl.BlockedLayout([4], [32], [NW], [0]))
+    found, four = gl.load(entry + place), ()
+    for i in gl.static_range(4):
+        four = four + (gl.sum(gl.where(place == i, found, 0), 0),)
+    return four
 
 
 @gluon.jit

@@ -141,7 +141,7 @@ def around(card):
             card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4}, {"rows": "i32"}
         ),
         "combine": compile_for(
-            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "PDL": False}
         ),
     }  # fmt: skip
 
@@ -268,8 +268,9 @@ class Compiled:
         return self
 
     def __call__(self, *arguments, **options):
-        from triton.experimental.gluon._runtime import GluonASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+        source = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
         given = dict(zip(self.kernel.arg_names, arguments, strict=False))
         given |= {name: options.pop(name) for name in self.kernel.arg_names if name in options}
         fixed = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
@@ -279,7 +280,7 @@ class Compiled:
         options = {name: value for name, value in options.items() if value is not None}
         name = " ".join([self.path, self.kernel.__name__, *(f"{key}={constants[key]}" for key in NAMED if key in constants)])
         if name not in self.found:
-            self.found[name] = compile_for(self.card, self.kernel, constants, types, GluonASTSource, multiples, **options)
+            self.found[name] = compile_for(self.card, self.kernel, constants, types, source, multiples, **options)
 
 
 def type_of(value):
@@ -308,8 +309,7 @@ def bits(card, batches=(1, 5, 16)):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
-        stack.enter_context(mock.patch.object(bitserial_experts, "combine", lambda *given: None))
-        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel"):
+        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel", "combine_kernel"):
             stand_in = Compiled(getattr(bitserial_experts, name), card, found, "bits")
             stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))
         for tokens in batches:
