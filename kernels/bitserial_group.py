@@ -11,6 +11,7 @@ from dpamoe.kernels.bitserial_product import (
     ask_rows,
     buffers_for,
     column_weights,
+    cut,
     room_for_sums,
     scaled,
     scales_of_rows,
@@ -41,11 +42,13 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 def group_kernel(
     bits, order, ks, entries, planes, scales, offset, bias, out, SHARING: gl.constexpr,
     OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
-    bits: of row pair // SHARING, as `bitserial_rows` leaves them; a program takes one of entries. The last tile may overlap.
+    bits: of row pair // SHARING, as `bitserial_rows` leaves them, or (CUT, where a warp has all inputs) rows of fp32 that are
+    cut here. A program takes one of entries. The last tile may overlap.
     AHEAD: order, ks and entries are older than the kernel before, so planes are asked for while that still runs: it lets this
     one begin only after its own wait, when all kernels before it have ended.
     """
@@ -71,7 +74,7 @@ def group_kernel(
             gdc_launch_dependents()
         _pairs(
             bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
-            IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, NWK, RT,
+            IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, NWK, RT, CUT,
         )  # fmt: skip
     elif PDL and AHEAD:
         gdc_wait()
@@ -82,7 +85,7 @@ def group_kernel(
 def _pairs(
     bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
     IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """A tile's rows for pairs begin … end - 1, one after the other; pair, k: the first one, and its planes."""
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -90,16 +93,17 @@ def _pairs(
     line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
     weights, room = column_weights((column + line.to(gl.int32)) * 0), room_for_sums(MATRICES, NWK)
-    X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)
+    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, NWK, RT, CUT)
     async_copy.wait_group(0)
     for n in range(begin, end):
         next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
-        later = _both(bits, next_pair, SHARING, IN, PIECES, NWK, RT)
+        later = _given(bits, next_pair, SHARING, IN, PIECES, NWK, RT, CUT)
+        X, Y = _in_every_warp(given, rooms, PIECES, RT, CUT)
         total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
         result = activated(summed(total, room, MATRICES, NWK, RT), bias, row, WIDTH, GATED, BIAS, ACT)
         at = tile + gl.arange(0, 16 * RT, result.type.layout)
         gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
-        pair, k, X, Y = next_pair, next_k, later[0], later[1]
+        pair, k, given = next_pair, next_k, later
 
 
 @gluon.jit
@@ -152,6 +156,58 @@ def _both(bits, pair, SHARING, IN: gl.constexpr, PIECES: gl.constexpr, NWK: gl.c
     for p in gl.static_range(PIECES):
         X = X + (_sliced(source + p * NWK * 256, PAIRS - p * NWK, NWK, RT),)
         Y = Y + (_sliced(source + (p * NWK * 256 + 128), PAIRS - p * NWK, NWK, RT),)
+    return X, Y
+
+
+@gluon.jit
+def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
+    """Shared memory in which RT warps exchange the groups that each has cut, RT groups in each part."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    rooms = ()
+    if CUT:
+        for _ in gl.static_range((2 * PIECES + RT - 1) // RT):
+            rooms = rooms + (gl.allocate_shared_memory(gl.int32, [32 * RT, 4], shared),)
+    return rooms
+
+
+@gluon.jit
+def _given(
+    rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+    CUT: gl.constexpr,
+):  # fmt: skip
+    """The bits of a pair's row, or (CUT) its numbers, RT groups at a time, one for each warp, as `cut` takes them."""
+    if CUT:
+        layout: gl.constexpr = lane_layout(RT)
+        lane = gl.arange(0, 32 * RT, gl.SliceLayout(1, layout))[:, None]
+        register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+        source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
+        for first in gl.static_range(0, 2 * PIECES, RT):
+            at = (first + lane // 32) * 128 + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
+            found = found + (gl.load(source + at, mask=at < IN, other=0.0, cache_modifier=".cg"),)
+    else:
+        found = _both(rows, pair, SHARING, IN, PIECES, NWK, RT)
+    return found
+
+
+@gluon.jit
+def _in_every_warp(given, rooms, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
+    """The bits of all groups, as `_both` gives them; CUT: each group is cut by one warp."""
+    if CUT:
+        whole: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [RT, 1, 1], [2, 1, 0])
+        X, Y = (), ()
+        for i in gl.static_range((2 * PIECES + RT - 1) // RT):
+            rooms[i].store(cut(given[i]))
+        for group in gl.static_range(2 * PIECES):
+            own = rooms[group // RT].slice(32 * (group % RT), 32).load(gl.SliceLayout(0, whole))
+            value = own[None, :, :].broadcast_to([RT, 32, 4])
+            value = value.reshape([RT, 1, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8])
+            value = gl.convert_layout(value, words_layout(1, RT), assert_trivial=True)
+            if group % 2 == 0:
+                X = X + (value,)
+            else:
+                Y = Y + (value,)
+    else:
+        X, Y = given[0], given[1]
     return X, Y
 
 

@@ -292,11 +292,11 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "SOME", "OUT")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "SOME", "OUT", "CUT")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 5, 16)):
+def bits(card, batches=(1, 5, 24)):
     """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}

@@ -132,6 +132,13 @@ class Buffer:
     def __init__(self, value):
         self.value, self.there = value, True
 
+    def slice(self, first, length):
+        """Some rows, only to be read."""
+        rows = self.value.handle.data[first : first + length]
+        part = Buffer(tl.tensor(TensorHandle(rows, self.value.dtype), tl.block_type(self.value.dtype, list(rows.shape))))
+        part.there = self.there
+        return part
+
     def load(self, layout):
         assert self.there, "shared memory is read before its copy was waited for"
         return self.value

@@ -67,6 +67,20 @@ def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
+@pytest.mark.parametrize("inner", [128, 640])
+def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded, inner):
+    """Fewer groups than warps, and more, the last of them alone."""
+    weight, rows = random_encoded(2, 64, inner, 128, 3), torch.randn(4, inner)
+    ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
+    _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
+    found = torch.zeros(2, 4, 64)
+    for given, out in zip((rows, bits_on_cpu._cut_rows(rows)), found, strict=True):
+        bits_on_cpu._group(given, by, weight, None, out, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    assert torch.equal(*found)
+    expected = grouped.expert_matmul(rows.view(2, 2, inner).double(), ids, chunks, weight, None).flatten(0, 1)
+    assert float((found[0] - expected).norm() / expected.norm()) < ERROR
+
+
 def test_as_the_kernels_for_few_pairs(bits_on_cpu, random_encoded, random_pairs, monkeypatch):
     """The order of adding differs, nothing else; weights of three planes."""
     layer = make(random_encoded, 3, 256, 128, "swigluoai", planes=3)
