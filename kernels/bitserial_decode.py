@@ -92,8 +92,8 @@ def up_kernel(
             x + token * x_token + slot * x_slot, buffers, planes, scales, offset, first_row, k,
             IN, C, CAP, NW, WIDTH, PIECES, MATRICES,
         )  # fmt: skip
-        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW, 1)
-        result = activated(result, bias, first_row, WIDTH, GATED, BIAS, ACT)
+        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
+        result = activated(result, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
         out = hidden + pair.to(gl.int64) * WIDTH + tile * 16
         gl.store(out + gl.arange(0, 16, result.type.layout), result.to(hidden.dtype.element_ty))
 
@@ -181,7 +181,7 @@ def down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW)
-    result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW, 1), 1)
+    result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
         result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)

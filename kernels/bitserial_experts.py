@@ -193,7 +193,7 @@ def _group(
     registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
     gated = activation != "" and is_gated(activation)
     own, cut = pieces_of(weight.in_features, along), bits.dtype == torch.float32
-    beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 1024
+    beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
     held = min(planes_held(along * tiles * own * (1 + gated), programs, out.device, beside), len(weight.planes))
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
         bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,

@@ -67,6 +67,18 @@ def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu"])
+def test_more_pairs_of_an_expert_than_sums_are_exchanged_of_at_once(many, random_encoded, activation):
+    """Nine, and eight; the same alone."""
+    layer = make(random_encoded, 2, 128, 128, activation, planes=2)
+    x, ids = torch.randn(17, 128), torch.arange(17)[:, None] % 2
+    call = x, ids, torch.rand(17, 1), (torch.arange(17)[:, None] % 3).int()
+    found = many(*call, *layer)
+    assert error(found, *call, layer) < ERROR
+    for some in (slice(4, 5), slice(16, 17)):
+        assert torch.equal(many(*(part[some] for part in call), *layer), found[some])
+
+
 @pytest.mark.parametrize("inner", [128, 640])
 def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded, inner):
     """Fewer groups than warps, and more, the last of them alone."""
