@@ -3,7 +3,8 @@
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode",
 "hopper", "some hopper" (two of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
-spilled registers, and how many 1-bit products its code has; "hopper": also the most shared memory that its cut was chosen for.
+spilled registers, how many 1-bit products its code has, and how many loads stand before it first waits for copies; "hopper":
+also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -75,6 +76,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
         listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
     stack = sum(map(int, re.findall(r"STACK:(\d+)", listing)))
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\bBMMA\b", listing))}
+    facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
     return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
 

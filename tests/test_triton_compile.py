@@ -55,12 +55,18 @@ def test_the_decode_kernels_compile_for_hopper():
 @pytest.mark.slow
 @pytest.mark.parametrize("card", PRODUCTS)
 def test_1_bit_products_are_made_by_the_matrix_unit(card):
-    """Two matrices of one piece, or one of three pieces; four planes twice, two groups, two halves of 16 bits."""
+    """Two matrices of one piece, or one of three pieces; four planes twice, two groups, two halves of 16 bits.
+
+    Scales and rows are asked for before planes are waited for: of two rows offset and planes 0 to 3, 4 to 7 in each matrix and
+    piece; 8 numbers of a row, 2 pairs of groups that are cut; in each of 3 pieces 2 x 4 numbers or 2 groups.
+    """
     found = compiled(card, "bits")
     assert len(found) == 17
     for name, facts in found.items():
         products = {"up": 64, "down": 192, "group": 96 if "OUT=2048" in name else 64}.get(name.split()[1].split("_")[0], 0)
         assert facts["products"] == products, name
+        rows = {"up": 12 + 8, "down": 18 + 24, "group": 18 + 6 if "OUT=2048" in name else 12 + 2}
+        assert facts["loads"] >= rows.get(name.split()[1].split("_")[0], 0), f"{name} on sm_{card} waits before it asks"
 
 
 def test_the_1_bit_products_of_few_tokens_compile_for_a_small_card():
