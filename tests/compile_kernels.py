@@ -298,7 +298,7 @@ NAMED = ("RULE", "K_MIN", "SOME", "OUT", "CUT")  # what tells launches of a kern
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 5, 24)):
+def bits(card, batches=(1, 5, 16, 24)):
     """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}

@@ -192,6 +192,7 @@ SHAPES = [
     (60, 6, 2048, 1408, "gelu_tanh_mul", False, "rank", 8),
     (512, 10, 2048, 512, "relu_mul", True, "threshold", 33),
     (9, 1, 4096, 1024, "relu2", True, "given", 64),
+    (9, 8, 512, 640, "swigluoai", True, "rank", 9),
     (60, 2, 1024, 2048, "swigluoai", True, "threshold", 16),
     (9, 16, 256, 128, "sigmoid_mul", False, "rank", 2),
     (9, 3, 256, 128, "silu", True, "given", 5),
