@@ -28,6 +28,7 @@ from dpamoe.kernels.bitserial_product import (
     scales_of_rows,
     summed,
     two_planes,
+    wait_for_copies,
     with_offset,
     words_layout,
 )
@@ -92,8 +93,8 @@ def up_kernel(
             x + token * x_token + slot * x_slot, buffers, planes, scales, offset, first_row, k,
             IN, C, CAP, NW, WIDTH, PIECES, MATRICES,
         )  # fmt: skip
-        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW, 1)
-        result = activated(result, bias, first_row, WIDTH, GATED, BIAS, ACT)
+        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
+        result = activated(result, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
         out = hidden + pair.to(gl.int64) * WIDTH + tile * 16
         gl.store(out + gl.arange(0, 16, result.type.layout), result.to(hidden.dtype.element_ty))
 
@@ -122,7 +123,10 @@ def _up_rows(
             dots = (total * 0.0,) * (PIECES * MATRICES)
             for c in gl.static_range(first, min(first + 4, C), 2):
                 if c < k:
-                    async_copy.wait_group(max(0, 2 - c // 2))
+                    if c == 0:
+                        wait_for_copies(2)
+                    else:
+                        async_copy.wait_group(max(0, 2 - c // 2))
                     dots = _dots(dots, buffers, planes, at, many, c, X, Y, weights, IN, C, CAP, NW, WIDTH, PIECES, MATRICES)
             for p in gl.static_range(PIECES):
                 for m in gl.static_range(MATRICES):
@@ -181,7 +185,7 @@ def down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW)
-    result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW, 1), 1)
+    result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
         result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)
@@ -295,7 +299,7 @@ def _down_rows(
     r, column, _ = places(NW)
     weights = column_weights((column + r) * 0)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
-    async_copy.wait_group(0)
+    wait_for_copies(0)
     for p in gl.static_range(PIECES):
         k, at, gate, _, _, own = pieces[p]
         whole += gate * _piece_dot(cut(X[p]), cut(Y[p]), own, buffers, planes, at, weights, k, fewest, most, p, PIECES, C, CAP)

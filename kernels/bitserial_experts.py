@@ -17,13 +17,16 @@ from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS
 from dpamoe.kernels.reference import is_gated
-from dpamoe.kernels.triton_experts import combine, counts, rule_of, strides_of, tensors_of
+from dpamoe.kernels.triton_experts import counts, rule_of, strides_of, tensors_of
+from dpamoe.kernels.triton_sort import combine_kernel
 
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
 REGISTERS = 1 << 16  # of a multiprocessor
+COLUMNS = 256  # of an output row that a program adds up
+CUT_PAIRS = 128  # up to which a tile of the second product cuts rows for itself: above, a launch costs less than its work
 
 
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
@@ -47,14 +50,15 @@ def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> b
     )
 
 
-def planes_held(pieces: int, programs: int, device: torch.device) -> int:
+def planes_held(pieces: int, programs: int, device: torch.device, beside: int = 1024) -> int:
     """Planes that stand in shared memory, so that so many programs fit on a multiprocessor; others are read as they stand.
 
-    pieces: of 256 inputs and 16 rows that a program has of a plane, 512 bytes each.
+    pieces: of 256 inputs and 16 rows that a program has of a plane, 512 bytes each. beside: bytes of shared memory for what
+    warps exchange; a multiprocessor keeps 1024 more of each program.
     """
     properties = torch.cuda.get_device_properties(device)
     room = min(properties.shared_memory_per_multiprocessor // programs, properties.shared_memory_per_block_optin)
-    return max(1, min(8, (room - 2048) // (512 * pieces)))
+    return max(1, min(8, (room - 1024 - beside) // (512 * pieces)))
 
 
 def spare_pieces(size: int, programs: int, device: torch.device) -> int:
@@ -124,19 +128,27 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
 
 
 def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tuple, source, out: Tensor) -> None:
-    """Pairs in order and rows cut, the first product, its rows cut, the second product, slots summed: five launches."""
+    """Pairs in order and rows cut, the first product, its rows cut, the second product, slots summed: four launches or five."""
     up, up_bias, down, down_bias, activation = block
     active, experts, pairs, device = ids.shape[1], up.offset.shape[0], ids.numel(), x.device
     bits, order = order_pairs(x, ids, chunks, up, source)
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
-    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3)
-    inner = torch.empty(pairs, 256 * pieces_of(down.in_features, 1), dtype=torch.int32, device=device)
-    cut_kernel[(pairs, pieces_of(down.in_features, 4))](
-        hidden, inner, hidden.stride(0), IN=down.in_features, NW=4, **_launch(device, 4)
-    )
+    _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3, ahead=False)
+    inner = hidden if pairs <= CUT_PAIRS else _cut_rows(hidden)
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
-    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4)
-    combine(rows, ids, chunks, gates, experts, out)
+    _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    combine_kernel[(ids.shape[0], triton.cdiv(out.shape[1], COLUMNS))](
+        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=out.shape[1], B=COLUMNS,
+        **_launch(device, 2),
+    )  # fmt: skip
+
+
+def _cut_rows(rows: Tensor) -> Tensor:
+    """The bits of rows, int32 [P, .]."""
+    pairs, inputs = rows.shape
+    bits = torch.empty(pairs, 256 * pieces_of(inputs, 1), dtype=torch.int32, device=rows.device)
+    cut_kernel[(pairs, pieces_of(inputs, 4))](rows, bits, rows.stride(0), IN=inputs, NW=4, **_launch(rows.device, 4))
+    return bits
 
 
 @dataclass(frozen=True)
@@ -168,20 +180,23 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
 
 def _group(
     bits: Tensor, by: Order, weight: EncodedWeight, bias: Tensor | None, out: Tensor, sharing: int, activation: str,
-    along: int, tiles: int, programs: int,
+    along: int, tiles: int, programs: int, ahead: bool,
 ) -> None:  # fmt: skip
     """out [P, rows] = act(W_k x + bias): along warps share the inputs of 16 rows, in each of so many tiles.
 
+    bits: rows that are cut, or rows of fp32, which tiles of a single warp along the inputs cut for themselves.
+
     programs: how many share a multiprocessor from Hopper on; one less before, where fewer planes stand in shared memory, so
-    that those read as they stand are not spilled.
+    that those read as they stand are not spilled. ahead: whether planes are asked for while the kernel before still runs.
     """
     programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
     registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
     gated = activation != "" and is_gated(activation)
-    pieces = along * tiles * pieces_of(weight.in_features, along) * (1 + gated)
-    held = min(planes_held(pieces, programs, out.device), len(weight.planes))
+    own, cut = pieces_of(weight.in_features, along), bits.dtype == torch.float32
+    beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
+    held = min(planes_held(along * tiles * own * (1 + gated), programs, out.device, beside), len(weight.planes))
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
-        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, sharing, **_sizes(weight, bias), GATED=gated,
-        ACT=activation, CAP=held, NWK=along, RT=tiles,
-        **_launch(out.device, along * tiles, registers),
+        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
+        GATED=gated, ACT=activation, CAP=held, NWK=along, RT=tiles, CUT=cut,
+        AHEAD=ahead, **_launch(out.device, along * tiles, registers),
     )  # fmt: skip

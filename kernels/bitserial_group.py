@@ -11,11 +11,14 @@ from dpamoe.kernels.bitserial_product import (
     ask_rows,
     buffers_for,
     column_weights,
-    room_for_sums,
+    cut,
+    of_warps,
+    room_for_pairs,
     scaled,
     scales_of_rows,
-    summed,
+    sums_of_pairs,
     two_planes,
+    wait_for_copies,
     with_offset,
     words_layout,
 )
@@ -39,53 +42,139 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 
 @gluon.jit
 def group_kernel(
-    bits, order, ks, entries, planes, scales, offset, bias, out, SHARING,
+    bits, order, ks, entries, planes, scales, offset, bias, out, SHARING: gl.constexpr,
     OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, PDL: gl.constexpr,
+    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
-    bits: of row pair // SHARING, as `bitserial_rows` leaves them; a program takes one of entries. The last tile may overlap.
+    bits: of row pair // SHARING, as `bitserial_rows` leaves them, or (CUT, where a warp has all inputs) rows of fp32 that are
+    cut here. A program takes one of entries. The last tile may overlap.
+    AHEAD: planes are asked for at once: the kernel before lets this one begin after its own wait, when order and ks are there.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NWK - 1) // (256 * NWK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    tile, entry = gl.minimum(gl.program_id(0) * (16 * RT), WIDTH - 16 * RT), entries + 4 * gl.program_id(1)
-    row, begin, end = gl.load(entry).to(gl.int64) * OUT + tile, gl.load(entry + 1), gl.load(entry + 2)
+    if not AHEAD:
+        _wait(PDL)
+    tile = _tile(WIDTH, 16 * RT)
+    expert, begin, end, first = _entry(entries + 4 * gl.program_id(1), NWK * RT)
+    row = expert.to(gl.int64) * OUT + tile
     if begin < end:
         buffers = buffers_for(CAP * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
-        most = gl.load(entry + 3)  # of the first pair
-        if (most == 0) | (begin + 1 < end):
-            most = gl.maximum(most, _most(ks, begin, end, NWK * RT))
+        most = _most(ks, begin, end, first, NWK * RT)
         ask_rows(buffers, planes, row, 0, CAP, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         async_copy.commit_group()
-        layout: gl.constexpr = words_layout(NWK, RT)
-        r = gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
-        column = gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
         own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
-        weights, room = column_weights((column + r) * 0), room_for_sums(MATRICES, NWK)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
-        X, Y = _both(bits, pair, SHARING, IN, PIECES, NWK, RT)
-        async_copy.wait_group(0)
-        for n in range(begin, end):
-            next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
-            later = _both(bits, next_pair, SHARING, IN, PIECES, NWK, RT)
-            total = _rows(X, Y, own, buffers, planes, row + r, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
-            result = activated(summed(total, room, MATRICES, NWK, RT), bias, row, WIDTH, GATED, BIAS, ACT)
-            at = tile + gl.arange(0, 16 * RT, result.type.layout)
-            gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
-            pair, k, X, Y = next_pair, next_k, later[0], later[1]
+        if AHEAD:
+            _wait(PDL)
+        if NWK > 1:
+            _shared_pairs(
+                bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
+                IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, NWK,
+            )  # fmt: skip
+        else:
+            _pairs(
+                bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
+                IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, RT, CUT,
+            )  # fmt: skip
+    elif AHEAD:
+        _wait(PDL)
 
 
 @gluon.jit
-def _most(ks, begin, end, NW: gl.constexpr):
-    """The largest of some numbers of planes."""
-    lane, most = gl.arange(0, 32, gl.BlockedLayout([1], [32], [NW], [0])), begin * 0
-    for n in range(begin, end, 32):
-        most = gl.maximum(most, gl.max(gl.load(ks + n + lane, mask=n + lane < end, other=0), 0))
+def _tile(WIDTH: gl.constexpr, ROWS: gl.constexpr):
+    """The first row of a program."""
+    tile = gl.program_id(0) * ROWS
+    if WIDTH % ROWS > 0:
+        tile = gl.minimum(tile, WIDTH - ROWS)
+    return tile
+
+
+@gluon.jit
+def _wait(PDL: gl.constexpr):
+    """Where a kernel may begin before the end of the one before: wait for that, and let the next one begin."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _pairs(
+    bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Rows, all inputs of which are in one warp, for pairs begin … end - 1; pair, k: the first one, and its planes."""
+    MATRICES: gl.constexpr = 2 if GATED else 1
+    layout: gl.constexpr = words_layout(1, RT)
+    line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    weights = column_weights((column + line.to(gl.int32)) * 0)
+    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, RT, CUT)
+    wait_for_copies(0)
+    for n in range(begin, end):
+        next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
+        later = _given(bits, next_pair, SHARING, IN, PIECES, RT, CUT)
+        X, Y = _in_every_warp(given, rooms, PIECES, RT, CUT)
+        total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, 1, RT)
+        sums = gl.sum(total.reshape([16 * RT, MATRICES, 8 // MATRICES]), 2)
+        result = activated(sums, bias, row, 16 * RT, WIDTH, GATED, BIAS, ACT)
+        at = tile + gl.arange(0, 16 * RT, result.type.layout)
+        gl.store(out + pair.to(gl.int64) * WIDTH + at, result.to(out.dtype.element_ty))
+        pair, k, given = next_pair, next_k, later
+
+
+@gluon.jit
+def _shared_pairs(
+    bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
+    ACT: gl.constexpr, BIAS: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """16 rows, the inputs of which NW warps share, for pairs begin … end - 1; the sums of NW pairs are exchanged at once."""
+    MATRICES: gl.constexpr = 2 if GATED else 1
+    layout: gl.constexpr = words_layout(NW)
+    line = row + gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
+    weights, room = column_weights((column + line.to(gl.int32)) * 0), room_for_pairs(MATRICES, NW)
+    X, Y = _both(bits, pair, SHARING, IN, PIECES, NW, 1)
+    wait_for_copies(0)
+    order, ks, count = order + begin, ks + begin, end - begin
+    for n in range(0, count):
+        next_pair = gl.load(order + n + 1, mask=n + 1 < count, other=0)
+        next_k = gl.load(ks + n + 1, mask=n + 1 < count, other=0)
+        later = _both(bits, next_pair, SHARING, IN, PIECES, NW, 1)
+        total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
+        number = n % NW
+        room.index(number).store(of_warps(total, MATRICES, NW))
+        if (number == NW - 1) | (n + 1 == count):
+            result = activated(sums_of_pairs(room, MATRICES, NW), bias, row, 16, WIDTH, GATED, BIAS, ACT)
+            place = gl.arange(0, 16 * NW, result.type.layout)
+            there = place // 16 <= number
+            own_pair = gl.load(order + (n - number + place // 16), mask=there, other=0)
+            gl.store(out + tile + (own_pair * WIDTH + place % 16), result.to(out.dtype.element_ty), mask=there)
+        k, X, Y = next_k, later[0], later[1]
+
+
+@gluon.jit
+def _entry(entry, NW: gl.constexpr):
+    """Expert, where its pairs begin and end, planes of the first or 0: four numbers by one load."""
+    place = gl.arange(0, 4, gl.BlockedLayout([4], [32], [NW], [0]))
+    found, four = gl.load(entry + place), ()
+    for i in gl.static_range(4):
+        four = four + (gl.sum(gl.where(place == i, found, 0), 0),)
+    return four
+
+
+@gluon.jit
+def _most(ks, begin, end, first, NW: gl.constexpr):
+    """The most planes of an expert's pairs; first: those of the first pair, or 0 where they are not known."""
+    most = first
+    if (most == 0) | (begin + 1 < end):
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [NW], [0]))
+        for n in range(begin, end, 32):
+            most = gl.maximum(most, gl.max(gl.load(ks + n + lane, mask=n + lane < end, other=0), 0))
     return most
 
 
@@ -120,6 +209,57 @@ def _both(bits, pair, SHARING, IN: gl.constexpr, PIECES: gl.constexpr, NWK: gl.c
     for p in gl.static_range(PIECES):
         X = X + (_sliced(source + p * NWK * 256, PAIRS - p * NWK, NWK, RT),)
         Y = Y + (_sliced(source + (p * NWK * 256 + 128), PAIRS - p * NWK, NWK, RT),)
+    return X, Y
+
+
+@gluon.jit
+def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
+    """Shared memory in which RT warps exchange the groups that each has cut, RT groups in each part."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    rooms = ()
+    if CUT:
+        for _ in gl.static_range((2 * PIECES + RT - 1) // RT):
+            rooms = rooms + (gl.allocate_shared_memory(gl.int32, [32 * RT, 4], shared),)
+    return rooms
+
+
+@gluon.jit
+def _given(
+    rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr
+):  # fmt: skip
+    """The bits of a pair's row, or (CUT) its numbers, RT groups at a time, one for each warp, as `cut` takes them."""
+    if CUT:
+        layout: gl.constexpr = lane_layout(RT)
+        lane = gl.arange(0, 32 * RT, gl.SliceLayout(1, layout))[:, None]
+        register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+        source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
+        for first in gl.static_range(0, 2 * PIECES, RT):
+            at = (first + lane // 32) * 128 + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
+            found = found + (gl.load(source + at, mask=at < IN, other=0.0, cache_modifier=".cg"),)
+    else:
+        found = _both(rows, pair, SHARING, IN, PIECES, 1, RT)
+    return found
+
+
+@gluon.jit
+def _in_every_warp(given, rooms, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
+    """The bits of all groups, as `_both` gives them; CUT: each group is cut by one warp."""
+    if CUT:
+        whole: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [RT, 1, 1], [2, 1, 0])
+        X, Y = (), ()
+        for i in gl.static_range((2 * PIECES + RT - 1) // RT):
+            rooms[i].store(cut(given[i]))
+        for group in gl.static_range(2 * PIECES):
+            own = rooms[group // RT].slice(32 * (group % RT), 32).load(gl.SliceLayout(0, whole))
+            value = own[None, :, :].broadcast_to([RT, 32, 4])
+            value = value.reshape([RT, 1, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8])
+            value = gl.convert_layout(value, words_layout(1, RT), assert_trivial=True)
+            if group % 2 == 0:
+                X = X + (value,)
+            else:
+                Y = Y + (value,)
+    else:
+        X, Y = given[0], given[1]
     return X, Y
 
 

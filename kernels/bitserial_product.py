@@ -33,6 +33,9 @@ from dpamoe.kernels.bitserial_asm import (
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
 
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # names of Triton 3.8, 3.6
+MEMORY = gl.shared_memory_descriptor
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # names of Triton 3.9, 3.6
+seen_as = getattr(MEMORY, "reinterpret", None) or MEMORY._reinterpret  # names of Triton 3.9, 3.6
 
 
 @gluon.constexpr_function
@@ -61,6 +64,17 @@ def bits_of(x, at, inside):
 @gluon.jit
 def cut(value):
     return gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
+
+
+@gluon.jit
+def wait_for_copies(pending: gl.constexpr):
+    """Wait for all groups of copies but the last `pending` ones.
+
+    The barrier changes no result: the assembler puts the wait before loads that precede it, which then begin only when planes
+    are there, but it moves neither across a barrier.
+    """
+    barrier()
+    async_copy.wait_group(pending)
 
 
 @gluon.jit
@@ -219,30 +233,60 @@ def room_for_sums(MATRICES: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def summed(total, room, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr):
-    """Sum over the words of a row: fp32 [16 RT, MATRICES]; the warps of one tile exchange their sums by way of `room`."""
-    if NW == 1:
-        result = gl.sum(total.reshape([16 * RT, MATRICES, 8 // MATRICES]), 2)
-    else:
-        apart = total.reshape([16, NW, 2, 4]) if MATRICES == 2 else total.reshape([16, NW, 1, 8])
-        room.store(gl.sum(apart, 3).permute(0, 2, 1))
-        result = gl.sum(room.load(sums_layout(MATRICES, NW)), 2)
-    return result
+def of_warps(total, MATRICES: gl.constexpr, NW: gl.constexpr):
+    """What each warp found for 16 rows, fp32 [16, MATRICES, NW]."""
+    apart = total.reshape([16, NW, 2, 4]) if MATRICES == 2 else total.reshape([16, NW, 1, 8])
+    return gl.sum(apart, 3).permute(0, 2, 1)
 
 
 @gluon.jit
-def activated(sums, bias, at, HALF: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACT: gl.constexpr):
-    """Bias and activation of rows, fp32 [R, 1], or [R, 2] where GATED, to [R]; at: where in the bias the tile begins."""
+def summed(total, room, MATRICES: gl.constexpr, NW: gl.constexpr):
+    """Sum over the words of a row: fp32 [16, MATRICES]; the warps of one tile exchange their sums by way of `room`."""
+    room.store(of_warps(total, MATRICES, NW))
+    return gl.sum(room.load(sums_layout(MATRICES, NW)), 2)
+
+
+@gluon.constexpr_function
+def pairs_sums_layout(MATRICES, NW):
+    """What NW warps found for NW pairs, [NW, 16, MATRICES, NW]: all of a row in one lane, a pair in each warp."""
+    few = NW.bit_length() - 1
+    regs = [[0, 0, 1, 0]] * (MATRICES - 1) + [[0, 0, 0, 1 << i] for i in range(few)]
+    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0], [0, 0, 0, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, [[1 << i, 0, 0, 0] for i in range(few)], [], [NW, 16, MATRICES, NW])
+
+
+@gluon.jit
+def room_for_pairs(MATRICES: gl.constexpr, NW: gl.constexpr):
+    """As `room_for_sums`, for each of NW pairs."""
+    return gl.allocate_shared_memory(gl.float32, [NW, 16, MATRICES, NW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0, 2]))
+
+
+@gluon.jit
+def sums_of_pairs(room, MATRICES: gl.constexpr, NW: gl.constexpr):
+    """Sums over the words of a row for NW pairs, fp32 [16 NW, MATRICES], each pair's by one warp; those not left: anything."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 3, 0])
+    whole = seen_as(room, gl.float32, [NW, 16, MATRICES, NW], shared)
+    return gl.sum(whole.load(pairs_sums_layout(MATRICES, NW)), 3).reshape([16 * NW, MATRICES])
+
+
+@gluon.jit
+def activated(
+    sums, bias, at, ROWS: gl.constexpr, HALF: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACT: gl.constexpr
+):  # fmt: skip
+    """Bias and activation of rows, fp32 [R, 1], or [R, 2] where GATED, to [R].
+
+    The biases of ROWS rows, which repeat, begin at `at`.
+    """
     if GATED:
         gate, up = gl.split(sums)
         if BIAS:
-            own = bias + at + gl.arange(0, gate.shape[0], gate.type.layout)
+            own = bias + at + gl.arange(0, gate.shape[0], gate.type.layout) % ROWS
             gate += gl.load(own).to(gl.float32)
             up += gl.load(own + HALF).to(gl.float32)
         result = activate_gated(gate, up, ACT)
     else:
         result = gl.sum(sums, 1)
         if BIAS:
-            result += gl.load(bias + at + gl.arange(0, result.shape[0], result.type.layout)).to(gl.float32)
+            result += gl.load(bias + at + gl.arange(0, result.shape[0], result.type.layout) % ROWS).to(gl.float32)
         result = activate_plain(result, ACT)
     return result

@@ -237,8 +237,9 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     tokens, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
-        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block
-    )
+        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block,
+        PDL=False,
+    )  # fmt: skip
 
 
 def prefill_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: str) -> Tensor:

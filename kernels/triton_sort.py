@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.triton_unpack import place_power, tied_scale, unit_power
 
@@ -214,16 +215,26 @@ def prepare_kernel(x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.cons
 @triton.jit
 def combine_kernel(
     rows, ids, chunks, gates, out, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
-    A: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum over slots, in order, of gate * rows[pair]; pairs that were not computed are left out."""
+    """out[token] = sum over slots, in order, of gate * rows[pair]; pairs that were not computed are left out.
+
+    PDL: the kernel before, which writes rows, may still run; what else is read is older.
+    """
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    total = tl.zeros((B,), tl.float32)
-    for slot in range(A):
+    parts = ()
+    for slot in tl.static_range(A):
         expert = tl.load(ids + token * ids_token + slot * ids_slot)
         k = tl.load(chunks + token * chunks_token + slot * chunks_slot)
-        held = (expert >= 0) & (expert < E) & (k > 0)
         gate = tl.load(gates + token * gates_token + slot * gates_slot).to(tl.float32)
-        value = tl.load(rows + (token * A + slot) * WIDTH + at, mask=at < tl.where(held, WIDTH, 0), other=0.0).to(tl.float32)
+        parts = parts + ((gate, (expert >= 0) & (expert < E) & (k > 0)),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((B,), tl.float32)
+    for slot in tl.static_range(A):
+        gate, held = parts[slot]
+        inside = at < tl.where(held, WIDTH, 0)
+        value = tl.load(rows + (token * A + slot) * WIDTH + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         total += tl.where(held, gate * value, 0.0)
     tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)

@@ -3,7 +3,8 @@
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode", "route",
 "hopper", "some hopper" (three of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
-spilled registers, and how many 1-bit products its code has; "hopper": also the most shared memory that its cut was chosen for.
+spilled registers, how many 1-bit products its code has, and how many loads stand before it first waits for copies; "hopper":
+also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -76,6 +77,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
         listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
     stack = sum(map(int, re.findall(r"STACK:(\d+)", listing)))
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\bBMMA\b", listing))}
+    facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
     return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
 
@@ -143,7 +145,7 @@ def around(card):
             card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4}, {"rows": "i32"}
         ),
         "combine": compile_for(
-            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024}
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "PDL": False}
         ),
     }  # fmt: skip
 
@@ -294,8 +296,9 @@ class Compiled:
         return self
 
     def __call__(self, *arguments, **options):
-        from triton.experimental.gluon._runtime import GluonASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+        source = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
         given = dict(zip(self.kernel.arg_names, arguments, strict=False))
         given |= {name: options.pop(name) for name in self.kernel.arg_names if name in options}
         fixed = [parameter.name for parameter in self.kernel.params if parameter.is_constexpr]
@@ -305,7 +308,7 @@ class Compiled:
         options = {name: value for name, value in options.items() if value is not None}
         name = " ".join([self.path, self.kernel.__name__, *(f"{key}={constants[key]}" for key in NAMED if key in constants)])
         if name not in self.found:
-            self.found[name] = compile_for(self.card, self.kernel, constants, types, GluonASTSource, multiples, **options)
+            self.found[name] = compile_for(self.card, self.kernel, constants, types, source, multiples, **options)
 
 
 def type_of(value):
@@ -317,11 +320,11 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "SOME", "OUT")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "SOME", "OUT", "CUT")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 5, 16)):
+def bits(card, batches=(1, 5, 16, 24)):
     """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}
@@ -334,8 +337,7 @@ def bits(card, batches=(1, 5, 16)):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
-        stack.enter_context(mock.patch.object(bitserial_experts, "combine", lambda *given: None))
-        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel"):
+        for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel", "combine_kernel"):
             stand_in = Compiled(getattr(bitserial_experts, name), card, found, "bits")
             stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))
         for tokens in batches:

@@ -37,7 +37,7 @@ def launched():
 def kernels():
     """Every function of those modules, as one namespace."""
     names = {"tl": tl, "gl": language(), "gluon": SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)}
-    names |= {"async_copy": COPIES, "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None, "range": _range}
+    names |= {"async_copy": COPIES, "gdc_wait": lambda: WAITS.each(), "gdc_launch_dependents": lambda: None, "range": _range}
     for module in MODULES:
         file = Path(importlib.util.find_spec(f"dpamoe.kernels.{module}").origin)
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -78,6 +78,8 @@ def language():
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": lambda dtype, shape, layout: Buffer(tl.full(shape, GARBAGE, dtype)),
         "program_id": _program_id,
+        "barrier": lambda: None,
+        "shared_memory_descriptor": Buffer,
     }
     for hint in ("max_contiguous", "multiple_of", "max_constancy"):
         without_layout[hint] = lambda value, numbers: value
@@ -132,6 +134,25 @@ class Buffer:
     def __init__(self, value):
         self.value, self.there = value, True
 
+    def slice(self, first, length):
+        """Some rows, only to be read."""
+        assert self.there, "shared memory is read before its copy was waited for"
+        return Buffer(_tensor(self.value.handle.data[first : first + length], self.value.dtype))
+
+    def index(self, place):
+        """One part of several, only to be written."""
+        return SimpleNamespace(store=lambda value: self._write(place.handle.data.item(), value.handle.data))
+
+    def _write(self, place, array):
+        whole = self.value.handle.data.copy()
+        whole[place] = array
+        self.value = _tensor(whole, self.value.dtype)
+
+    def reinterpret(self, dtype, shape, layout):
+        """The same in another layout."""
+        assert dtype == self.value.dtype and list(shape) == list(self.value.shape)
+        return self
+
     def load(self, layout):
         assert self.there, "shared memory is read before its copy was waited for"
         return self.value
@@ -139,6 +160,10 @@ class Buffer:
     def store(self, value):
         """What all warps write; between a store and a load the compiler puts a barrier."""
         self.value, self.there = value, True
+
+
+def _tensor(array, dtype):
+    return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
 
 
 class Copies:
@@ -162,3 +187,4 @@ class Copies:
 
 
 COPIES = Copies()
+WAITS = SimpleNamespace(each=lambda: None)  # what happens where a kernel waits for the one before it

@@ -1,5 +1,6 @@
 """Which calls the bit-serial kernels take, and how their launches are sized, for cards that need not be here."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -134,12 +135,12 @@ def test_planes_that_shared_memory_holds(card, capability, pieces, programs, pla
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_program_that_can_be_launched_has_room(card, capability):
-    """Two KiB beside the planes: what a multiprocessor keeps of each program, and sums across warps."""
+    """Beside the planes what a multiprocessor keeps of each program, and what warps exchange: sums, or rows of 16 groups."""
     card(capability)
-    for programs in (1, 3, 4):
+    for programs, beside in itertools.product((1, 3, 4), (KIB, 8 * KIB)):
         for pieces in range(1, 2 * bits.WARPS * bits.MOST_PIECES + 1):
-            planes = bits.planes_held(pieces, programs, CUDA)
-            own = 512 * pieces * planes + 2 * KIB
+            planes = bits.planes_held(pieces, programs, CUDA, beside)
+            own = 512 * pieces * planes + KIB + beside
             assert 1 <= planes <= 8 and own <= (SHARED[capability] - 1) * KIB
             assert own * programs <= SHARED[capability] * KIB or planes == 1
 

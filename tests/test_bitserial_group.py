@@ -18,6 +18,23 @@ def many(bits_on_cpu, monkeypatch):
     return bits_on_cpu.ffn
 
 
+@pytest.fixture
+def early(bits_on_cpu, monkeypatch):
+    """Function that sets what happens where a kernel waits for the one before it, on a card where it begins before its end."""
+    from dpamoe.kernels import triton_sort
+
+    from . import gluon_on_cpu
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_sort, "gdc_launch_dependents", lambda: None)
+
+    def choose(each):
+        monkeypatch.setattr(gluon_on_cpu.WAITS, "each", each)
+        monkeypatch.setattr(triton_sort, "gdc_wait", each)
+
+    return choose
+
+
 def make(random_encoded, experts, hidden, inner, activation, planes=8):
     rows = inner * (2 if is_gated(activation) else 1)
     up, down = random_encoded(experts, rows, hidden, 128, planes), random_encoded(experts, 64, inner, 128, planes, seed=1)
@@ -50,6 +67,32 @@ def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu"])
+def test_more_pairs_of_an_expert_than_sums_are_exchanged_of_at_once(many, random_encoded, activation):
+    """Nine, and eight; the same alone."""
+    layer = make(random_encoded, 2, 128, 128, activation, planes=2)
+    x, ids = torch.randn(17, 128), torch.arange(17)[:, None] % 2
+    call = x, ids, torch.rand(17, 1), (torch.arange(17)[:, None] % 3).int()
+    found = many(*call, *layer)
+    assert error(found, *call, layer) < ERROR
+    for some in (slice(4, 5), slice(16, 17)):
+        assert torch.equal(many(*(part[some] for part in call), *layer), found[some])
+
+
+@pytest.mark.parametrize("inner", [128, 640])
+def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded, inner):
+    """Fewer groups than warps, and more, the last of them alone."""
+    weight, rows = random_encoded(2, 64, inner, 128, 3), torch.randn(4, inner)
+    ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
+    _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
+    found = torch.zeros(2, 4, 64)
+    for given, out in zip((rows, bits_on_cpu._cut_rows(rows)), found, strict=True):
+        bits_on_cpu._group(given, by, weight, None, out, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    assert torch.equal(*found)
+    expected = grouped.expert_matmul(rows.view(2, 2, inner).double(), ids, chunks, weight, None).flatten(0, 1)
+    assert float((found[0] - expected).norm() / expected.norm()) < ERROR
+
+
 def test_as_the_kernels_for_few_pairs(bits_on_cpu, random_encoded, random_pairs, monkeypatch):
     """The order of adding differs, nothing else; weights of three planes."""
     layer = make(random_encoded, 3, 256, 128, "swigluoai", planes=3)
@@ -58,3 +101,47 @@ def test_as_the_kernels_for_few_pairs(bits_on_cpu, random_encoded, random_pairs,
     few = bits_on_cpu.ffn(x.float(), ids, gates, chunks, *layer)
     monkeypatch.setattr(bits_on_cpu, "FEW", 0)
     torch.testing.assert_close(bits_on_cpu.ffn(x.float(), ids, gates, chunks, *layer), few, rtol=1e-5, atol=1e-4)  # of 16 bits
+
+
+def test_the_second_product_asks_for_planes_before_its_rows_are_there(bits_on_cpu, random_encoded, early):
+    """One program, which finds its rows only after it has waited."""
+    from . import gluon_on_cpu
+
+    weight, x, asked = random_encoded(1, 64, 128, 128), torch.randn(2, 128), []
+    ids, chunks = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[3], [8]], dtype=torch.int32)
+    early(lambda: None)
+    bits, by = bits_on_cpu.order_pairs(x, ids, chunks, weight, None)
+    there, found = bits.clone(), torch.empty(2, 64)
+
+    def end():
+        asked.append(sum(map(len, gluon_on_cpu.COPIES.groups)))
+        bits.copy_(there)
+
+    early(end)
+    bits.fill_(-1)
+    bits_on_cpu._group(bits, by, weight, None, found, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    expected = grouped.expert_matmul(x.double(), ids, chunks, weight, None)[:, 0]
+    assert asked == [8] and float((found - expected).norm() / expected.norm()) < ERROR
+
+
+def test_slots_are_added_up_once_their_rows_are_there(many, bits_on_cpu, random_encoded, early, monkeypatch):
+    """All kernels as on a card where each begins before the end of the one before; rows are written where the last waits."""
+    layer = make(random_encoded, 2, 128, 128, "relu_mul")
+    x, ids, gates = torch.randn(2, 128), torch.tensor([[0, 1], [1, 2]]), torch.rand(2, 2)
+    chunks = torch.tensor([[2, 5], [8, 3]], dtype=torch.int32)
+    combine, last = bits_on_cpu.combine_kernel, []
+
+    class Late:
+        def __getitem__(self, grid):
+            return lambda rows, *given, **options: self.launch(grid, rows, given, options)
+
+        def launch(self, grid, rows, given, options):
+            there = rows.clone()
+            rows.fill_(float("nan"))
+            early(lambda: last.append(rows.copy_(there)))
+            combine[grid](rows, *given, **options)
+
+    early(lambda: None)
+    monkeypatch.setattr(bits_on_cpu, "combine_kernel", Late())
+    assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+    assert len(last) == 2  # a program for each token

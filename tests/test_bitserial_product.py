@@ -21,3 +21,12 @@ def test_a_warp_holds_two_groups_of_sixteen_rows(warps, tiles):
         for register in range(4):
             assert torch.equal(places[warp, :, register, 0], warp // warps * 16 + G + 8 * (register % 2))
             assert torch.equal(places[warp, :, register, 1], warp % warps * 8 + C + 4 * (register // 2))
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_each_warp_adds_up_a_pair_of_its_own(matrices):
+    """All that is added for a row stands in one lane; lanes 16 to 31 have the same rows again."""
+    places = held(product.pairs_sums_layout(matrices, 8))
+    assert once(places[:, :16], 8, 16, matrices, 8) and torch.equal(places[:, :16], places[:, 16:])
+    for warp in range(8):
+        assert (places[warp, ..., 0] == warp).all() and (places[warp, :, :, 1] == torch.arange(32)[:, None] % 16).all()
