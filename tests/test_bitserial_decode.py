@@ -14,6 +14,12 @@ from .layouts import held, once
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same numbers whichever tests run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def block(random_encoded):
     """Function that makes both weights and biases of a layer, and its activation."""

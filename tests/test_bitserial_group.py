@@ -11,6 +11,12 @@ from dpamoe.kernels.reference import is_gated
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same numbers whichever tests run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def many(bits_on_cpu, monkeypatch):
     """The expert block by the kernels for many pairs, however few there are."""
