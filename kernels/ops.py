@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpamoe.kernels import allocation, grouped, paths, reference
-from dpamoe.kernels.define import define
+from dpamoe.kernels.define import define, define_counted
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
@@ -320,15 +320,16 @@ def _expert_ffn_fake(x, expert_ids, gates, chunks, *rest):
 
 
 def _routed_ffn(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor,
+    spent: Tensor | None, x: Tensor, expert_ids: Tensor, gates: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int, convex: bool = False,
-    one_k: bool = False, spent: Tensor | None = None, seen: Tensor | None = None,
+    one_k: bool = False, seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`allocate`, `expert_ffn` and, with spent, `count` in one op; arguments as there. Returns the output and k, [T, A].
+    """`allocate` and `expert_ffn` in one op; arguments as there. Returns the output and k, int32 [T, A].
 
-    seen: gates that the allocator sees, where they are others.
+    seen: gates that the allocator sees, where they are others. `routed_ffn_counted` takes spent, too, and does what `count`
+    does.
     """
     seen = gates if seen is None else seen
     both = (
@@ -352,10 +353,10 @@ def _routed_ffn_fake(x, expert_ids, gates, residuals, budget, k_max, *rest):
 
 
 def _threshold_ffn(
-    x: Tensor, expert_ids: Tensor, gates: Tensor, thresholds: Tensor, k_max: Tensor,
+    spent: Tensor | None, x: Tensor, expert_ids: Tensor, gates: Tensor, thresholds: Tensor, k_max: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
-    down_bias: Tensor | None, activation: str, group_size: int, spent: Tensor | None = None,
+    down_bias: Tensor | None, activation: str, group_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `routed_ffn`, by `allocate_threshold`."""
     both = (
@@ -383,6 +384,6 @@ allocate_dispatch = define("allocate_dispatch", _allocate_dispatch, _allocate_fa
 allocate_threshold = define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
 expert_matmul = define("expert_matmul", _expert_matmul, _expert_matmul_fake)
 expert_ffn = define("expert_ffn", _expert_ffn, _expert_ffn_fake)
-routed_ffn = define("routed_ffn", _routed_ffn, _routed_ffn_fake, ("spent",))
-threshold_ffn = define("threshold_ffn", _threshold_ffn, _threshold_ffn_fake, ("spent",))
+routed_ffn, routed_ffn_counted = define_counted("routed_ffn", _routed_ffn, _routed_ffn_fake)
+threshold_ffn, threshold_ffn_counted = define_counted("threshold_ffn", _threshold_ffn, _threshold_ffn_fake)
 count = define("count", _count, lambda chunks, spent: None, ("spent",))

@@ -22,15 +22,15 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
             continue
         counters = [user for user in chunks.users if _is(user, ops.count)]
         counters = counters if len(counters) == 1 and len(counters[0].args[1].users) == 1 else []
-        more = {"spent": counters[0].args[1]} if counters else {}
+        spent = counters[0].args[1] if counters else None
         place = min(user for user in chunks.users if user not in counters)
-        needed = {*expert.all_input_nodes, *chunks.all_input_nodes, *more.values()} - {chunks}
+        needed = {*expert.all_input_nodes, *chunks.all_input_nodes, *([spent] if counters else [])} - {chunks}
         if any(node >= place for node in needed):
             continue
         for counter in counters:
             gm.graph.erase_node(counter)
         with gm.graph.inserting_before(place):
-            both = _both(gm.graph, expert, chunks, more)
+            both = _both(gm.graph, expert, chunks, spent)
             output = gm.graph.call_function(operator.getitem, (both, 0))
             planes = gm.graph.call_function(operator.getitem, (both, 1))
         expert.replace_all_uses_with(output)
@@ -50,18 +50,21 @@ def _feeds(chunks: object, expert: fx.Node) -> bool:
     return chunks.args[1] is expert.args[1] and sum(_is(user, ops.expert_ffn) for user in chunks.users) == 1
 
 
-def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, more: dict[str, fx.Node]) -> fx.Node:
-    """The one op that allocates as `chunks` does and computes `expert`; more: its arguments by name."""
+def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, spent: fx.Node | None) -> fx.Node:
+    """The one op that allocates as `chunks` does, computes `expert` and, with spent, counts there."""
     x, ids, gates, _, *weights = expert.args
-    _, _, *table = chunks.args
+    seen, _, *table = chunks.args
     if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
+        plain, counted, more = ops.threshold_ffn, ops.threshold_ffn_counted, {}
         arguments = (x, ids, gates, *table, *weights[:12])
-        return graph.call_function(ops.threshold_ffn.default, arguments, more, name="threshold_ffn")
-    residuals, budget, k_max, *rest = table  # k_min, convex
-    if chunks.args[0] is not gates:
-        more["seen"] = chunks.args[0]
-    arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
-    return graph.call_function(ops.routed_ffn.default, arguments, more, name="routed_ffn")
+    else:
+        plain, counted, more = ops.routed_ffn, ops.routed_ffn_counted, {} if seen is gates else {"seen": seen}
+        residuals, budget, k_max, *rest = table  # k_min, convex
+        arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
+    name = plain._qualified_op_name.split("::")[1]
+    if spent is None:
+        return graph.call_function(plain.default, arguments, more, name=name)
+    return graph.call_function(counted.default, (spent, *arguments), more, name=name)
 
 
 def drop_widening_casts(gm: fx.GraphModule) -> int:

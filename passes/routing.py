@@ -62,10 +62,11 @@ def fuse_routing(gm: fx.GraphModule) -> int:
 def _pairs(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The ids and gates that expert ops read."""
     places = dict.fromkeys((ops.expert_ffn, ops.routed_ffn, ops.threshold_ffn), (1, 2))
+    places |= dict.fromkeys((ops.routed_ffn_counted, ops.threshold_ffn_counted), (2, 3))
     places |= dict.fromkeys((ops.allocate, ops.allocate_dispatch, ops.allocate_threshold), (1, 0))
     places |= {packet.default: at for packet, at in places.items()}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in places and len(node.args) > 2:
+        if node.op == "call_function" and node.target in places and len(node.args) > 3:
             pair = tuple(node.args[at] for at in places[node.target])
             if all(isinstance(part, fx.Node) for part in pair):
                 yield pair

@@ -70,9 +70,9 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     torch.library.opcheck(OPS.expert_ffn.default, (x, ids, gates, chunks, *both))
     torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2))
     torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both))
-    spent = {"spent": torch.arange(9)}
-    torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2), spent)
-    torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both), spent)
+    spent = torch.arange(9)
+    torch.library.opcheck(OPS.routed_ffn_counted.default, (spent, x, ids, gates, *allocation(convex_table), *both, 2))
+    torch.library.opcheck(OPS.threshold_ffn_counted.default, (spent, x, ids, gates, *levels(), *both))
     torch.library.opcheck(OPS.count.default, (chunks, torch.arange(9)))
 
 
@@ -80,9 +80,10 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
 def test_planes_are_counted_by_the_op_that_hands_them_out(random_pairs, convex_table, up, down, tokens):
     ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
     x, both = rows(tokens), (*opened(up), *opened(down), "silu_mul", GROUP)
-    for op, table, rest in ((OPS.routed_ffn, allocation(convex_table), (2,)), (OPS.threshold_ffn, levels(), ())):
+    tables = allocation(convex_table), levels()
+    for op, table, rest in ((OPS.routed_ffn_counted, tables[0], (2,)), (OPS.threshold_ffn_counted, tables[1], ())):
         spent = torch.arange(9)
-        _, chunks = op(x, ids, gates, *table, *both, *rest, spent=spent)
+        _, chunks = op(spent, x, ids, gates, *table, *both, *rest)
         counted = torch.arange(9)
         OPS.count(chunks, counted)
         assert torch.equal(spent, counted)
