@@ -82,7 +82,7 @@ def planes_of_token(
 
 @gluon.jit
 def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
-    """Write planes that were found where they belong and, COUNT, count them."""
+    """Write the planes of a slot, a scalar, where they belong and, COUNT, count them."""
     gl.store(at, k, mask=mask)
     if COUNT:
         gl.atomic_add(spent + k, 1, mask=mask)

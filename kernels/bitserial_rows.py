@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_planes import keep_planes, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_planes import planes_of_token, square_layout
 from dpamoe.kernels.bitserial_product import cut
 from dpamoe.kernels.triton_allocate import is_held
 
@@ -79,11 +79,11 @@ def _experts(
 
 @gluon.jit
 def order_kernel(
-    x, bits, ids, chunks, gates, table, budget, k_max, spent, order, ks, entries, pairs,
+    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
     K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr,
-    COUNT: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
@@ -104,7 +104,7 @@ def order_kernel(
         )  # fmt: skip
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
-            keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, COUNT)
+            gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
         less, same, before = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
         place = less + before
         gl.store(order + place, token.to(gl.int32) * A + slot, mask=slot < A)
