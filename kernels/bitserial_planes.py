@@ -85,7 +85,7 @@ def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
     """Write the planes of a slot, a scalar, where they belong and, COUNT, count them."""
     gl.store(at, k, mask=mask)
     if COUNT:
-        gl.atomic_add(spent + k, 1, mask=mask)
+        gl.atomic_add(spent + k, 1, mask=mask, sem="relaxed")
 
 
 @gluon.jit

@@ -148,7 +148,7 @@ def up_kernel(
         if tile == 0:
             tl.store(own, k)
             if COUNT:
-                tl.atomic_add(spent + k, tl.full([], 1, tl.int64))
+                tl.atomic_add(spent + k, tl.full([], 1, tl.int64), sem="relaxed")
     expert = expert.to(tl.int32)
     width: tl.constexpr = OUT // 2 if GATED else OUT
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None, None]
