@@ -72,6 +72,9 @@ def results(gm, inputs):
 @pytest.mark.parametrize("family", sorted(RULES))
 def test_routers_of_transformers(transformed, random_ids, family, dtype):
     model = transformed(family)[1].to(dtype)
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.dim() == 2:  # a router that some versions begin with zeros: all scores are equal
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     gm, inputs = captured(model, input_ids=random_ids(2, 12), use_cache=False)
     before = results(gm, inputs)
     assert fuse_routing(gm) == len(encoded_experts(model)) == len(routers(gm))
