@@ -73,7 +73,7 @@ def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("activation", ["silu_mul", "gelu"])
+@pytest.mark.parametrize("activation", [pytest.param("silu_mul", marks=pytest.mark.slow), "gelu"])
 def test_more_pairs_of_an_expert_than_sums_are_exchanged_of_at_once(many, random_encoded, activation):
     """Nine, and eight; the same alone."""
     layer = make(random_encoded, 2, 128, 128, activation, planes=2)

@@ -68,7 +68,7 @@ def results(gm, inputs):
     return [t for t in out if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", sorted(RULES))
 def test_routers_of_transformers(transformed, random_ids, family, dtype):
     model = transformed(family)[1].to(dtype)
@@ -378,6 +378,7 @@ def test_a_router_in_bf16_of_many_experts():
     assert fuse_routing(gm) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_what_eager_gives(transformed, random_ids):
     model = transformed("deepseek_v3")[1]
     with torch.no_grad():
