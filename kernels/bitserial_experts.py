@@ -15,7 +15,7 @@ from dpamoe.kernels.bitserial_decode import down_kernel, up_kernel
 from dpamoe.kernels.bitserial_group import group_kernel
 from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
-from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS
+from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS, early
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_experts import counts, rule_of, strides_of, tensors_of
 from dpamoe.kernels.triton_sort import combine_kernel
@@ -80,9 +80,7 @@ def pieces_of(inputs: int, warps: int) -> int:
 
 
 def _launch(device: torch.device, warps: int, registers: int | None = None) -> dict:
-    """Options of a launch; from Hopper on a kernel begins before the one before it has ended, and waits where it must."""
-    early = torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": early, "num_warps": warps, "maxnreg": registers} | ({"launch_pdl": True} if early else {})
+    return {"num_warps": warps, "maxnreg": registers} | early(device)
 
 
 def _sizes(weight: EncodedWeight, bias: Tensor | None) -> dict:

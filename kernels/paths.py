@@ -154,6 +154,12 @@ def has_own_prefill(device: torch.device) -> bool:
     return has_triton(device) and torch.cuda.get_device_capability(device) == (9, 0) and _has_gluon()
 
 
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch: from Hopper on a kernel begins before the one before it has ended, and waits where it must."""
+    begins = device.type != "cpu" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if begins else {"PDL": False}
+
+
 def _has_gluon() -> bool:
     return importlib.util.find_spec("triton.experimental.gluon") is not None
 

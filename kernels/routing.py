@@ -77,6 +77,13 @@ def first(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
+def choose(logits: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Chosen experts int64 [T, A], the best first, and their scores, fp32 [T, A]."""
+    scores = SCORES[rule.score](logits.float())
+    ids = first(choice(scores, bias, rule), rule.active)
+    return ids, scores.gather(-1, ids)
+
+
 def weights(chosen: Tensor, rule: Rule) -> Tensor:
     """Gates of the chosen, fp32, from their scores [T, A]."""
     if rule.norm == "softmax":
@@ -88,6 +95,5 @@ def weights(chosen: Tensor, rule: Rule) -> Tensor:
 
 def route(logits: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Chosen experts int64 [T, A], the best first, and their gates [T, A]; arguments as in `ops.route`."""
-    scores = SCORES[rule.score](logits.float())
-    ids = first(choice(scores, bias, rule), rule.active)
-    return ids, weights(scores.gather(-1, ids), rule).to(dtype)
+    ids, chosen = choose(logits, bias, rule)
+    return ids, weights(chosen, rule).to(dtype)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dpamoe.kernels.paths import early
 from dpamoe.kernels.routing import LEAST_SUM, Rule
 
 STRUCK = tl.constexpr(-(1 << 31))  # below the key of every number
@@ -140,18 +141,12 @@ def linear(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
     """weight x + shift, [T, E] in the dtype of x, summed in fp32; any strides but along the features."""
     x, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, weight))
     (tokens, features), experts = x.shape, weight.shape[0]
-    logits, early = torch.empty(tokens, experts, dtype=x.dtype, device=x.device), _early(x)
+    logits = torch.empty(tokens, experts, dtype=x.dtype, device=x.device)
     linear_kernel[(experts, tokens)](
         x, weight, weight if shift is None else shift.contiguous(), logits, x.stride(0), weight.stride(0), IN=features,
-        BLOCK=min(2048, triton.next_power_of_2(features)), SHIFT=shift is not None, PDL=early, num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        BLOCK=min(2048, triton.next_power_of_2(features)), SHIFT=shift is not None, num_warps=4, **early(x.device),
     )  # fmt: skip
     return logits
-
-
-def _early(tensor: Tensor) -> bool:
-    """Whether a kernel may begin before the one before it has ended: from Hopper on."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 def route(logits: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,13 +155,12 @@ def route(logits: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -
     ids = torch.empty(tokens, rule.active, dtype=torch.int64, device=logits.device)
     gates = torch.empty(tokens, rule.active, dtype=dtype, device=logits.device)
     if tokens:
-        early, wide = _early(logits), triton.next_power_of_2(experts)
+        wide = triton.next_power_of_2(experts)
         route_kernel[(tokens,)](
             logits, logits if bias is None else bias.contiguous(), ids, gates, rule.scale, *logits.stride(),
             E=experts, P=wide, A=rule.active, N=triton.next_power_of_2(rule.active), SCORE=rule.score, NORM=rule.norm,
             BIAS=bias is not None, GROUPS=rule.groups, KEPT=rule.kept_groups,
-            TWO=rule.group_score == "two" and experts > rule.groups, G=triton.next_power_of_2(rule.groups), PDL=early,
-            num_warps=1 if wide <= 512 else 4,
-            **({"launch_pdl": True} if early else {}),
+            TWO=rule.group_score == "two" and experts > rule.groups, G=triton.next_power_of_2(rule.groups),
+            num_warps=1 if wide <= 512 else 4, **early(logits.device),
         )  # fmt: skip
     return ids, gates

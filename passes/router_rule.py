@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -66,14 +66,15 @@ def find_rule(gm: fx.GraphModule, router: Router) -> tuple[Rule, int | None] | N
     """The rule that gives what the router gives, and which of its leaves is the bias."""
     samples, active = _answers(gm, router), sizes_of(value_of(router.ids))[1]
     constants = [value for node in router.inner for value in _constants((node.args, node.kwargs))]
+    scales = dict.fromkeys([1.0, *(float(constant) for constant in constants if constant > 0)])
     for rule, place in _choices(constants, samples[0].logits.shape[1], active, len(router.leaves)):
-        decided = [_decided(sample, rule, place) for sample in samples]
-        same = all(_same_ids(sample, rows, rule, place) for sample, rows in zip(samples, decided, strict=True))
-        if not same or 4 * sum(map(len, decided)) < sum(len(sample.ids) for sample in samples):
+        seen = [_seen(sample, rule, place) for sample in samples]
+        same = all(torch.equal(found.sort(-1).values, ids.sort(-1).values) for found, _, ids, _ in seen)
+        if not same or 4 * sum(len(found) for found, *_ in seen) < sum(len(sample.ids) for sample in samples):
             continue
-        for norm, scale in itertools.product(routing.NORMS, dict.fromkeys([1.0, *(float(c) for c in constants if c > 0)])):
-            whole = Rule(active, rule.score, norm, scale, rule.groups, rule.kept_groups, rule.group_score)
-            if all(_same(sample, rows, whole, place, router.ordered) for sample, rows in zip(samples, decided, strict=True)):
+        for norm, scale in itertools.product(routing.NORMS, scales):
+            whole = replace(rule, norm=norm, scale=scale)
+            if all(_same(*one, whole, router.ordered) for one in seen):
                 return whole, place
     return None
 
@@ -164,19 +165,17 @@ def _clear(values: Tensor, count: int) -> Tensor:
     return ((best[:, :-1] - best[:, 1:]) > OWN_ROUNDING * best[:, :-1].abs()).all(-1)
 
 
-def _same_ids(sample: Sample, rows: Tensor, rule: Rule, place: int | None) -> bool:
-    """Whether the rule chooses the same experts in these rows, in any order."""
-    ids, _ = routing.route(sample.logits[rows], _bias(sample, place), rule, torch.float32)
-    return torch.equal(ids.sort(-1).values, sample.ids[rows].sort(-1).values)
+def _seen(sample: Sample, rule: Rule, place: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the rows that tell rules apart: experts that the rule chooses, their scores, the router's experts and gates."""
+    rows = _decided(sample, rule, place)
+    return *routing.choose(sample.logits[rows], _bias(sample, place), rule), sample.ids[rows], sample.gates[rows]
 
 
-def _same(sample: Sample, rows: Tensor, rule: Rule, place: int | None, ordered: bool) -> bool:
-    """Whether the rule gives the experts of these rows the same gates, and, ordered, in the same order."""
-    ids, gates = routing.route(sample.logits[rows], _bias(sample, place), rule, torch.float32)
-    expected_ids, expected = sample.ids[rows], sample.gates[rows].float()
+def _same(ids: Tensor, scores: Tensor, expected_ids: Tensor, expected: Tensor, rule: Rule, ordered: bool) -> bool:
+    """Whether the rule gives the same experts the same gates and, ordered, in the same order."""
     if ordered and not torch.equal(ids, expected_ids):
         return False
-    rounding = max(OWN_ROUNDING, ROUNDINGS * torch.finfo(sample.gates.dtype).eps)
-    least = torch.finfo(sample.gates.dtype).tiny  # below it numbers have fewer digits, or none
-    found, expected = gates.gather(-1, ids.argsort(-1)), expected.gather(-1, expected_ids.argsort(-1))
-    return torch.allclose(found, expected, rtol=rounding, atol=least)
+    rounding = max(OWN_ROUNDING, ROUNDINGS * torch.finfo(expected.dtype).eps)
+    least = torch.finfo(expected.dtype).tiny  # below it numbers have fewer digits, or none
+    gates = routing.weights(scores, rule).gather(-1, ids.argsort(-1))
+    return torch.allclose(gates, expected.float().gather(-1, expected_ids.argsort(-1)), rtol=rounding, atol=least)

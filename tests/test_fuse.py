@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import dpamoe
 from dpamoe.modules import encoded_experts
 from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
 from dpamoe.threshold import count_gates
+
+from .graphs import captured, lines
 
 
 class Casts(nn.Module):
@@ -34,33 +36,6 @@ def inputs(tokens=9, gates=torch.float32, index=torch.int64):
     random = torch.Generator().manual_seed(0)
     chosen = torch.rand(tokens, 8, generator=random).argsort(1)[:, :2]
     return torch.randn(tokens, 64, generator=random), chosen.to(index), torch.rand(tokens, 2, generator=random).to(gates)
-
-
-def captured(module, *args):
-    """The Dynamo graph of a module and the inputs it is called with."""
-    held = []
-
-    def backend(gm, example_inputs):
-        held.append((gm, example_inputs))
-        return gm.forward
-
-    torch.compiler.reset()
-    with torch.no_grad():
-        torch.compile(module, backend=backend, fullgraph=True)(*args)
-    torch.compiler.reset()
-    ((gm, example_inputs),) = held
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph)), example_inputs
-
-
-def lines(gm):
-    """What a graph computes, a line a node, with as few arguments as tell the story."""
-    out = []
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            shown = ", ".join("[…]" if isinstance(a, list | tuple) else str(a) for a in node.args[:4])
-            out.append(f"{node.name} = {name}({shown})")
-    return out
 
 
 def ops(gm):

@@ -12,6 +12,8 @@ from dpamoe.modules import encoded_experts
 from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
 from dpamoe.passes.routing import fuse_routing
 
+from . import graphs
+
 OPS = torch.ops.dpamoe
 RULES = {  # score, norm, scale, groups, kept groups, their score
     "deepseek_v2": ("softmax", "none", 1.0, 1, 1, "max"),
@@ -28,37 +30,16 @@ BIASED = {"deepseek_v3", "ernie4_5_moe"}  # choose with a bias
 WIDTH, EXPERTS = 64, 8
 
 
-def captured(module, *args, dynamic=False, **kwargs):
+def captured(*args, **kwargs):
     """The Dynamo graph of a module as the compile backend fuses it first, and its inputs."""
-    held = []
-
-    def backend(gm, example_inputs):
-        gm = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        drop_widening_casts(gm)
-        fuse_allocation(gm)
-        held.append((gm, example_inputs))
-        return gm.forward
-
-    torch.compiler.reset()
-    with torch.no_grad():
-        torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(*args, **kwargs)
-    torch.compiler.reset()
-    ((gm, example_inputs),) = held
+    gm, example_inputs = graphs.captured(*args, **kwargs)
+    drop_widening_casts(gm)
+    fuse_allocation(gm)
     return gm, example_inputs
 
 
 def routers(gm):
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (OPS.route.default, OPS.linear_route.default)]
-
-
-def lines(gm):
-    """What a graph computes, a line a node, of lists and weights no more than that they are there."""
-    out = []
-    for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            out.append(f"{node.name} = {name}({', '.join('[…]' if isinstance(a, list) else str(a) for a in node.args[:12])})")
-    return out
 
 
 def results(gm, inputs):
@@ -320,8 +301,8 @@ def test_tokens_of_any_number(experts):
 
 def test_the_graph_before_and_after(experts, snapshot):
     gm, _ = captured(Block(experts, plainly), rows(9))
-    assert lines(gm) == snapshot(name="before")
-    assert fuse_routing(gm) == 1 and lines(gm) == snapshot(name="after")
+    assert graphs.lines(gm, 12) == snapshot(name="before")
+    assert fuse_routing(gm) == 1 and graphs.lines(gm, 12) == snapshot(name="after")
 
 
 @pytest.mark.parametrize("shape", [(WIDTH,), (3, 5, WIDTH)])
