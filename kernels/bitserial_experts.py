@@ -78,6 +78,11 @@ def spare_pieces(size: int, programs: int, device: torch.device) -> int:
     return max(0, (properties.shared_memory_per_multiprocessor // 2 - size) // (512 * WARPS) + 1)
 
 
+def registers_of(warps: int, programs: int) -> int:
+    """Registers that a thread may have, so that so many programs fit on a multiprocessor."""
+    return REGISTERS // (32 * warps * programs) // 8 * 8
+
+
 def pieces_of(inputs: int, warps: int) -> int:
     """Pieces of 256 inputs that a warp has, if so many share them."""
     return triton.cdiv(triton.cdiv(inputs, 256), warps)
@@ -121,7 +126,7 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     up_kernel[(down.in_features // 16, tokens * active)](
         x, ids, chunks, *tables, *tensors_of(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]),
         *strides, **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
-        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS),
+        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS, registers_of(WARPS, 3)),
     )  # fmt: skip
     pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
@@ -201,17 +206,18 @@ def _group(
     bits: rows that are cut, or rows of fp32, which tiles of a single warp along the inputs cut for themselves.
 
     programs: how many share a multiprocessor from Hopper on; one less before, where fewer planes stand in shared memory, so
-    that those read as they stand are not spilled, and one less with tied scales, whose numbers take more registers.
+    that those read as they stand are not spilled.
     ahead: whether planes are asked for while the kernel before still runs.
     """
-    programs -= (torch.cuda.get_device_capability(out.device) < (9, 0)) + (weight.unit is not None)
-    registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
+    programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
     gated = activation != "" and is_gated(activation)
     own, cut = pieces_of(weight.in_features, along), bits.dtype == torch.float32
     beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
-    held = min(planes_held(along * tiles * own * (1 + gated), programs, out.device, beside), len(weight.planes))
+    room = planes_held(along * tiles * own * (1 + gated), programs, out.device, beside)
+    held = min(room, len(weight.planes))
+    room = room if weight.unit is not None and room == 8 else held
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
         bits, by.pairs, by.planes, by.entries, *tensors_of(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
-        GATED=gated, ACT=activation, CAP=held, NWK=along, RT=tiles, CUT=cut,
-        AHEAD=ahead, **_launch(out.device, along * tiles, registers),
+        GATED=gated, ACT=activation, CAP=held, ROOM=room, NWK=along, RT=tiles, CUT=cut,
+        AHEAD=ahead, **_launch(out.device, along * tiles, registers_of(along * tiles, programs)),
     )  # fmt: skip

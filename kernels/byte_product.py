@@ -29,14 +29,16 @@ def spread(X):
 
 @gluon.jit
 def tied_scales(codes, offset, row, word, read, IN: gl.constexpr, TIED: gl.constexpr):
-    """Code of the scale and, 8 bits higher, offset of each word [16 RT, 8 NW], int32; 0 where nothing is read.
+    """Scale of a number, and what is added to numbers but for k, of each word [16 RT, 8 NW]; scale 0 where nothing is read.
 
-    row, word: where its group stands; TIED: inputs in a group.
+    A weight of k planes is scale * (number / 128 - (1 - 2 ** -k) + offset / 96). row, word: where its group stands; TIED:
+    inputs in a group.
     """
     at = row * (IN // TIED) + word * 32 // TIED
     inside = read & (word < IN // 32)
     code = gl.load(codes + at, mask=inside, other=0).to(gl.int32)
-    return code | (gl.load(offset + at, mask=inside, other=0).to(gl.int32) << 8)
+    steps = gl.load(offset + at, mask=inside, other=0).to(gl.float32)
+    return tied_scale(code, 1 / 128), steps * (128 / OFFSET_STEPS) - 128
 
 
 @gluon.jit
@@ -85,19 +87,17 @@ def numbers_of(
 
 @gluon.jit
 def add_numbers(total, numbers, own, k, X, Y, spread_x, spread_y, SECOND: gl.constexpr):
-    """total plus the products of numbers with both groups, scaled, in the registers of the first matrix, or of the second.
-
-    own: from `tied_scales`. A weight of k planes is scale * (number / 128 - (1 - 2 ** -k) + offset / 96), of the unit.
+    """total plus the products of numbers with both groups, in units of the expert, in the registers of the first matrix, or of
+    the second; own: from `tied_scales`.
     """
     arguments = [
         numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7],
         spread_x[0], spread_x[1], spread_y[0], spread_y[1],
     ]  # fmt: skip
     dots = gl.inline_asm_elementwise(DOTS, DOTS_LETTERS, arguments, gl.float32, True, 4)
-    scale = tied_scale(own & 0xFF, 1 / 128)
-    shift = (own >> 8).to(gl.float32) * (128 / OFFSET_STEPS) - 128 + (256 >> k).to(gl.float32) * 0.5
+    shift = own[1] + (256 >> k).to(gl.float32) * 0.5
     code: gl.constexpr = TIED_SECOND if SECOND else TIED_FIRST
-    return gl.inline_asm_elementwise(code, TIED_LETTERS, [total, dots, scale, shift, X, Y], gl.float32, True, 4)
+    return gl.inline_asm_elementwise(code, TIED_LETTERS, [total, dots, own[0], shift, X, Y], gl.float32, True, 4)
 
 
 @gluon.jit
@@ -148,3 +148,46 @@ def _tied_rows(
             numbers = numbers_of(buffers, planes, source, many, m * PIECES + p, PIECES * MATRICES, FEW, C, CAP)
             total = add_numbers(total, numbers, own[p * MATRICES + m], many, X[p], Y[p], spread_x, spread_y, m == 1)
     return total
+
+
+@gluon.jit
+def put_together(buffers, planes, at, most, UNITS: gl.constexpr, C: gl.constexpr):
+    """Numbers in place of the planes in shared memory, `most` of them: word p of a unit (of piece and matrix) in the p-th."""
+    many = at.to(gl.int32) * 0 + most
+    for unit in gl.static_range(UNITS):
+        if C <= 4:
+            numbers = numbers_of(buffers, planes, at, many, unit, UNITS, True, C, C)
+        else:
+            if most <= 4:
+                numbers = numbers_of(buffers, planes, at, many, unit, UNITS, True, C, C)
+            else:
+                numbers = numbers_of(buffers, planes, at, many, unit, UNITS, False, C, C)
+        for p in gl.static_range(8):
+            buffers[p * UNITS + unit].store(numbers[p])
+
+
+@gluon.jit
+def stored_rows(
+    X, Y, own, buffers, many, k, most, PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr
+):  # fmt: skip
+    """`tied_rows` behind `put_together`; many: k as words. The bits of planes that only other pairs read are left out."""
+    layout: gl.constexpr = words_layout(NW, RT)
+    total = gl.zeros([16 * RT, 8 * NW], gl.float32, layout)
+    for p in gl.static_range(PIECES):
+        spread_x, spread_y = spread(X[p]), spread(Y[p])
+        for m in gl.static_range(MATRICES):
+            numbers = ()
+            for word in gl.static_range(8):
+                numbers = numbers + (buffers[(word * MATRICES + m) * PIECES + p].load(layout),)
+            if k < most:
+                numbers = _first_planes(numbers, ((0xFF00 >> many) & 0xFF) * 0x01010101)
+            total = add_numbers(total, numbers, own[p * MATRICES + m], many, X[p], Y[p], spread_x, spread_y, m == 1)
+    return total
+
+
+@gluon.jit
+def _first_planes(numbers, mask):
+    found = ()
+    for word in gl.static_range(8):
+        found = found + (numbers[word] & mask,)
+    return found

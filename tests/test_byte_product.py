@@ -67,8 +67,10 @@ def test_groups_of_more_inputs(ffn, block, group, width):
     assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("planes", [2, 4, 5])
-def test_weights_of_fewer_planes(ffn, block, planes):
+@pytest.mark.parametrize("planes, held", [(2, 8), (4, 5), (5, 8)])
+def test_weights_of_fewer_planes(ffn, bits_on_cpu, block, monkeypatch, planes, held):
+    """With room in shared memory for numbers, or for no more than the planes."""
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
     layer, x, ids = block(planes=planes, activation="gelu"), torch.randn(1, 128), torch.tensor([[2, 0]])
     gates, chunks = torch.rand(1, 2), torch.tensor([[planes, 2]], dtype=torch.int64)
     assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
@@ -112,6 +114,20 @@ def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, ran
     assert torch.equal(*found)
     expected = grouped.expert_matmul(rows.view(2, 2, 640).double(), ids, chunks, weight, None).flatten(0, 1)
     assert float((found[0] - expected).norm() / expected.norm()) < ERROR
+
+
+@pytest.mark.parametrize("held", [8, pytest.param(3, marks=pytest.mark.slow)])
+def test_pairs_of_an_expert_that_read_more_or_fewer_planes(bits_on_cpu, block, monkeypatch, held):
+    """What one pair reads beyond another does not reach it."""
+    monkeypatch.setattr(bits_on_cpu, "FEW", 0)
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer, x, ids = block(experts=2, activation="relu"), torch.randn(6, 128), torch.tensor([[0], [0], [1], [0], [1], [0]])
+    gates, chunks = torch.rand(6, 1), torch.tensor([[1], [8], [3], [0], [2], [5]], dtype=torch.int32)
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
+    assert not found[3].any()
+    for t in (0, 1, 2, 4, 5):
+        own = slice(t, t + 1)
+        assert error(found[own], x[own], ids[own], gates[own], chunks[own], layer) < ERROR
 
 
 def test_a_token_alone_and_among_others(ffn, block):
