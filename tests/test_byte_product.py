@@ -49,11 +49,11 @@ def error(found, x, ids, gates, chunks, block):
 def test_planes_in_shared_memory_and_as_they_stand(ffn, bits_on_cpu, block, monkeypatch, held):
     """Slots from 0 to 8 planes, up to four in one call; one is padding, and one token has nothing else."""
     monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
-    layer, x = block(activation="relu"), torch.randn(3, 128)
-    ids = torch.tensor([[0, 1, 2], [2, 3, -1], [1, 1, 0]])
-    gates, chunks = torch.rand(3, 3), torch.tensor([[4, 0, 8], [3, 5, 7], [1, 2, 6]], dtype=torch.int32)
+    layer, x = block(activation="relu"), torch.randn(2, 128)
+    ids = torch.tensor([[0, 1, 2], [2, 3, -1]])
+    gates, chunks = torch.rand(2, 3), torch.tensor([[4, 0, 8], [5, 2, 7]], dtype=torch.int32)
     gates[1, 1:] = float("nan")
-    for own in (chunks, chunks.clamp(max=4)):
+    for own in (chunks, chunks.clamp(max=3)):
         assert error(ffn(x, ids, gates, own, *layer), x, ids, gates.nan_to_num(0), own, layer) < ERROR
     chunks[1, 0] = 0
     assert not ffn(x[1:2], ids[1:2], gates[1:2], chunks[1:2], *layer).any()
@@ -76,7 +76,7 @@ def test_weights_of_fewer_planes(ffn, bits_on_cpu, block, monkeypatch, planes, h
     assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 3)])
+@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 2)])
 def test_widths_that_are_no_whole_pieces(ffn, block, random_pairs, hidden, inner, active):
     """Odd numbers of groups of 128, and more pieces than warps."""
     layer = block(hidden=hidden, inner=inner, activation="silu", bias=False)

@@ -31,9 +31,9 @@ def given(layer, hidden, index, weights, chunks):
 def compiled(function, device):
     """A function of one layer by the backend, for all layers."""
     torch.compiler.reset()
-    return (
-        torch.compile(function, backend=compile_backend, dynamic=False, fullgraph=True) if device.type == "cuda" else function
-    )
+    if device.type != "cuda":
+        return function
+    return torch.compile(function, backend=compile_backend, dynamic=False, fullgraph=True)
 
 
 @torch.no_grad()
