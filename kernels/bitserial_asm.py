@@ -12,11 +12,12 @@ SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
 SMALLEST = 2.0**-100  # largest input of a group from which steps follow it: 32767 through it is finite
 
 
-def _float(value: float) -> str:
+def as_float(value: float) -> str:
+    """An fp32 number as PTX has it."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
-def _letters(results: str, arguments: str) -> gl.constexpr:
+def letters(results: str, arguments: str) -> gl.constexpr:
     """Constraints: one letter for each register."""
     return gl.constexpr(",".join([f"={letter}" for letter in results] + list(arguments)))
 
@@ -35,19 +36,31 @@ def _swap(word: str, bit: int) -> str:
     )
 
 
+def integers(most: int) -> str:
+    """Four floats of a lane, $4-$7, as integers a, b, c, d of at most `most`, in steps that 128 of a warp share.
+
+    Leaves the step in `step`; to be declared before: most, next, step (f32), a, b, c, d (b32).
+    """
+    return f"""abs.f32 most, $4; abs.f32 next, $5; max.NaN.f32 most, most, next;
+abs.f32 next, $6; max.NaN.f32 most, most, next; abs.f32 next, $7; max.NaN.f32 most, most, next;
+mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; max.NaN.f32 most, most, {as_float(SMALLEST)};
+mul.f32 step, most, {as_float(1 / most)}; rcp.approx.f32 most, most; mul.f32 most, most, {as_float(float(most))};
+mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
+mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
+"""
+
+
+# bytes 0 of a, b, c, d to `low`, bytes 1 to `high`, in this order
+BYTES = """prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;
+prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
+"""
+
+
 def _slice() -> str:
     swaps = "".join(_swap(word, bit) for bit in (3, 4, 0, 1, 2) for word in ("low", "high"))
     return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, u, other, lane, low, high; .reg .pred upper;
-abs.f32 most, $4; abs.f32 next, $5; max.NaN.f32 most, most, next;
-abs.f32 next, $6; max.NaN.f32 most, most, next; abs.f32 next, $7; max.NaN.f32 most, most, next;
-mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; max.NaN.f32 most, most, {_float(SMALLEST)};
-mul.f32 step, most, {_float(1 / 32767)}; rcp.approx.f32 most, most; mul.f32 most, most, {_float(32767.0)};
-mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
-mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
-add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;
-mov.u32 lane, %laneid; prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;
-prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
-{swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
+{integers(32767)}add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;
+mov.u32 lane, %laneid; {BYTES}{swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
 
 
 def _count(words: str, column: tuple[str, str], weight: str) -> str:
@@ -94,7 +107,7 @@ def _steps(first: int, second: int) -> str:
     return f"mov.b32 s0, ${first}; mov.b32 q0, ${first + 1}; mov.b32 s1, ${second}; mov.b32 q1, ${second + 1};\n"
 
 
-def _rows(first: int) -> tuple[str, str]:
+def taken_and_put(first: int) -> tuple[str, str]:
     """The two registers of 4-7 that stand for rows g and g + 8 of one of two matrices, taken out and put back."""
     others = [i for i in range(4) if i not in (first, first + 1)]
     taken = f"mov.f32 a0, ${4 + first}; mov.f32 a1, ${5 + first};\n"
@@ -104,17 +117,17 @@ def _rows(first: int) -> tuple[str, str]:
 
 def _scale(first: int) -> str:
     """Rows 4-7 plus scales 12-13 times (2 dots 8-11 minus the sums), sliced rows 16-19 and 20-23."""
-    taken, put = _rows(first)
+    taken, put = taken_and_put(first)
     text = _HEAD + _steps(18, 22) + "neg.f32 q0, q0; neg.f32 q1, q1;\n" + taken + _halves("$12", "$13")
     text += "mul.f32 p0, p0, s0; mul.f32 p1, p1, s0; mul.f32 p2, p2, s1; mul.f32 p3, p3, s1;\n"
     for dot, total, scale, row in ((8, "q0", 0, 0), (9, "q1", 2, 0), (10, "q0", 1, 1), (11, "q1", 3, 1)):
-        text += f"fma.rn.f32 t, ${dot}, {_float(2 * SUBNORMALS)}, {total}; fma.rn.f32 a{row}, p{scale}, t, a{row};\n"
+        text += f"fma.rn.f32 t, ${dot}, {as_float(2 * SUBNORMALS)}, {total}; fma.rn.f32 a{row}, p{scale}, t, a{row};\n"
     return text + put
 
 
 def _offset(first: int) -> str:
     """Rows 4-7 plus offsets 8-9 times what the activations add up to, sliced rows 12-15 and 16-19."""
-    taken, put = _rows(first)
+    taken, put = taken_and_put(first)
     text = _HEAD + _steps(14, 18) + "mul.f32 s0, s0, q0; mul.f32 s1, s1, q1;\n" + taken + _halves("$8", "$9")
     text += "fma.rn.f32 a0, p0, s0, a0; fma.rn.f32 a0, p2, s1, a0; fma.rn.f32 a1, p1, s0, a1; fma.rn.f32 a1, p3, s1, a1;\n"
     return text + put
@@ -123,7 +136,7 @@ def _offset(first: int) -> str:
 # Four floats of a lane, elements g + 8c + 32j of a group for j = 0 … 3, to: its word of the low bits (lane 4g + c: bit g of the
 # 16, inputs 32c … 32c + 31), its word of the high bits, the step of the group (fp32), the sum of the group's integers (fp32).
 SLICE = gl.constexpr(_slice())
-SLICE_LETTERS = _letters("rrrr", "ffff")
+SLICE_LETTERS = letters("rrrr", "ffff")
 
 
 def _weights(first: int) -> str:
@@ -140,13 +153,13 @@ WEIGHTS_0, WEIGHTS_2 = gl.constexpr(_weights(0)), gl.constexpr(_weights(4))
 # what they are multiplied by for the high bits: 256, negative for the top one
 FACTOR = gl.constexpr("""{ .reg .b32 lane; .reg .pred last; mov.u32 lane, %laneid; and.b32 lane, lane, 3;
 setp.eq.s32 last, lane, 3; selp.b32 $0, 0xDC005C00, 0x5C005C00, last; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""")
-WEIGHTS_LETTERS = _letters("rrrr", "rrrr")
+WEIGHTS_LETTERS = letters("rrrr", "rrrr")
 
-PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), _letters("ffff", "f" * 4 + "r" * 28)
+PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), letters("ffff", "f" * 4 + "r" * 28)
 MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
 
 # for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
 SCALE_FIRST, SCALE_SECOND = gl.constexpr(_scale(0)), gl.constexpr(_scale(2))
-SCALE_LETTERS = _letters("ffff", "f" * 8 + "r" * 12)
+SCALE_LETTERS = letters("ffff", "f" * 8 + "r" * 12)
 OFFSET_FIRST, OFFSET_SECOND = gl.constexpr(_offset(0)), gl.constexpr(_offset(2))
-OFFSET_LETTERS = _letters("ffff", "f" * 4 + "r" * 12)
+OFFSET_LETTERS = letters("ffff", "f" * 4 + "r" * 12)

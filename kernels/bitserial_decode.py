@@ -14,7 +14,6 @@ from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
     ask_rows,
-    bits_of,
     buffers_for,
     column_weights,
     copy,
@@ -32,6 +31,7 @@ from dpamoe.kernels.bitserial_product import (
     with_offset,
     words_layout,
 )
+from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales, tied_scales_of_rows
 from dpamoe.kernels.triton_allocate import is_held
 
 
@@ -58,11 +58,11 @@ def _ask_stages(
 
 @gluon.jit
 def up_kernel(
-    x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, bias, hidden,
+    x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, unit, bias, hidden,
     x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
@@ -90,8 +90,8 @@ def up_kernel(
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if k > 0:
         total = _up_rows(
-            x + token * x_token + slot * x_slot, buffers, planes, scales, offset, first_row, k,
-            IN, C, CAP, NW, WIDTH, PIECES, MATRICES,
+            x + token * x_token + slot * x_slot, buffers, planes, scales, offset, unit + expert, first_row, k,
+            IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED,
         )  # fmt: skip
         result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
         result = activated(result, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
@@ -101,20 +101,32 @@ def up_kernel(
 
 @gluon.jit
 def _up_rows(
+    x, buffers, planes, scales, offset, unit, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
+):  # fmt: skip
+    """W_k x of 16 rows, and of those WIDTH further on: rows in registers 0 and 1, and in 2 and 3."""
+    if TIED:
+        total = _up_rows_tied(
+            x, buffers, planes, scales[0], offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
+        ) * gl.load(unit)  # fmt: skip
+    else:
+        total = _up_rows_free(x, buffers, planes, scales, offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES)
+    return total
+
+
+@gluon.jit
+def _up_rows_free(
     x, buffers, planes, scales, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
-    """W_k x of 16 rows, and of those WIDTH further on: rows in registers 0 and 1, and in 2 and 3."""
-    r, column, input_ = places(NW)
+    """`_up_rows` where every plane has scales of its own."""
+    r, column, input_ = places(NW, 0)
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
     own = scales_of_rows(scales, offset, row, k, IN, C, WIDTH, PIECES, MATRICES, NW, 1)
-    X, Y = (), ()
+    X, Y = _cut_inputs(x, column, input_, IN, NW, PIECES, 0)
     for p in gl.static_range(PIECES):
-        start = (p * NW + column // 8) * 256 + input_
-        X = X + (bits_of(x, start, start < IN),)
-        Y = Y + (bits_of(x, start + 128, start + 128 < IN),)
         for m in gl.static_range(MATRICES):
             total = with_offset(total, own[p * MATRICES + m][0], X[p], Y[p], m == 1)
     weights = column_weights((column + r) * 0)
@@ -136,6 +148,32 @@ def _up_rows(
 
 
 @gluon.jit
+def _cut_inputs(x, column, input_, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr, TIED: gl.constexpr):
+    """The row of x, cut: of the first and of the second group of every piece."""
+    X, Y = (), ()
+    for p in gl.static_range(PIECES):
+        start = (p * NW + column // 8) * 256 + input_
+        X = X + (cut(gl.load(x + start, mask=start < IN, other=0.0).to(gl.float32), TIED),)
+        start += 128
+        Y = Y + (cut(gl.load(x + start, mask=start < IN, other=0.0).to(gl.float32), TIED),)
+    return X, Y
+
+
+@gluon.jit
+def _up_rows_tied(
+    x, buffers, planes, codes, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
+):  # fmt: skip
+    """`_up_rows` with tied scales, in units of the expert."""
+    r, column, input_ = places(NW, TIED)
+    own = tied_scales_of_rows(codes, offset, row + r, column, k, IN, WIDTH, PIECES, MATRICES, NW, TIED)
+    X, Y = _cut_inputs(x, column, input_, IN, NW, PIECES, TIED)
+    wait_for_copies(0)
+    at = (row + r) * (IN // 32) + column
+    return tied_rows(X, Y, own, buffers, planes, at, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
+
+
+@gluon.jit
 def _dots(
     dots, buffers, planes, at, many, c: gl.constexpr, X, Y, weights, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
     NW: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
@@ -153,11 +191,11 @@ def _dots(
 
 @gluon.jit
 def down_kernel(
-    hidden, ids, chunks, gates, table, budget, k_max, planes, scales, offset, bias, out,
+    hidden, ids, chunks, gates, table, budget, k_max, planes, scales, offset, unit, bias, out,
     ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr,
-    NW: gl.constexpr, PDL: gl.constexpr,
+    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
@@ -178,13 +216,13 @@ def down_kernel(
     if most > C:  # never, which no compiler knows
         for spare in gl.static_range(SPARE):
             buffers[CAP * PIECES + spare].store(gl.zeros([16, 8 * NW], gl.int32, words_layout(NW)))
-    found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, OUT, IN, PIECES, NW)
-    _ask_pieces(buffers, planes, found, tile * 16, IN, CAP, PIECES, NW)
-    pieces = _places_of(found, scales, offset, token * (A * IN), tile * 16, IN, C, PIECES, NW)
+    found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, IN, PIECES, NW)
+    _ask_pieces(buffers, planes, found, tile * 16, OUT, IN, CAP, PIECES, NW)
+    pieces = _places_of(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW)
+    whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
@@ -228,10 +266,10 @@ def _beside(value, NW: gl.constexpr):
 
 @gluon.jit
 def _pieces(
-    ids, gates, packed, ids_slot, gates_slot, A: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
-    PIECES: gl.constexpr, NW: gl.constexpr,
+    ids, gates, packed, ids_slot, gates_slot, A: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
-    """Pairs of groups of each warp: planes, first row of the expert, slot, number in the row, gate; all [NW]."""
+    """Pairs of groups of each warp: planes, expert, slot, number in the row, gate; all [NW]."""
     PAIRS: gl.constexpr = (IN + 255) // 256
     warp = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(words_layout(NW), NW))))
     found = ()
@@ -241,22 +279,23 @@ def _pieces(
         k = gl.where(number < A * PAIRS, (packed >> (4 * slot)) & 15, 0).to(gl.int32)
         expert = gl.load(ids + slot * ids_slot, mask=k > 0, other=0).to(gl.int64)
         gate = gl.load(gates + slot * gates_slot, mask=k > 0, other=0.0).to(gl.float32)
-        found = found + ((k, expert * OUT, slot, number % PAIRS, gate),)
+        found = found + ((k, expert, slot, number % PAIRS, gate),)
     return found
 
 
 @gluon.jit
 def _ask_pieces(
-    buffers, planes, found, first_row, IN: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
+    buffers, planes, found, first_row, OUT: gl.constexpr, IN: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
     """Copy the planes that are read of every warp's pairs of groups."""
     copied: gl.constexpr = own_copy_layout(NW)
     word = gl.arange(0, 8 * NW, gl.SliceLayout(0, copied))[None, :] % 8
     line = first_row + gl.arange(0, 16, gl.SliceLayout(1, copied))[:, None]
     for p in gl.static_range(PIECES):
-        k, row, _, pair, _ = found[p]
+        k, expert, _, pair, _ = found[p]
         own = gl.max_contiguous(gl.multiple_of(_spread(pair, copied, NW) * 8 + word, [1, 4]), [1, 4])
-        at = (_spread(row, copied, NW) + line) * (IN // 32) + own
+        at = (_spread(expert * OUT, copied, NW) + line) * (IN // 32) + own
         at = gl.max_contiguous(gl.multiple_of(at, [1, 4]), [1, 4])
         reached = gl.max_constancy(gl.where(own < IN // 32, _spread(k, copied, NW), 0), [1, 4])
         for c in gl.static_range(CAP):
@@ -266,17 +305,24 @@ def _ask_pieces(
 
 @gluon.jit
 def _places_of(
-    found, scales, offset, first_input, first_row, IN: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
+    found, scales, offset, unit, first_input, first_row, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
+    PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """Of each piece: planes, where its words stand, gate, where its inputs begin, the first one's number, scales."""
-    r, column, input_ = places(NW)
+    r, column, input_ = places(NW, TIED)
     line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
     pieces = ()
     for p in gl.static_range(PIECES):
-        k, row, slot, pair, gate = found[p]
-        of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
-        scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
+        k, expert, slot, pair, gate = found[p]
+        row = expert * OUT
+        if TIED:
+            gate *= gl.load(unit + expert)
+            of_row, word = _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW) * 8 + column % 8
+            scale = tied_scales(scales[0], offset, of_row, word, _spread(k, words, NW) > 0, IN, TIED)
+        else:
+            of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
+            scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
         source = first_input + _spread(slot, words, NW) * IN
         k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
         at = row * (IN // 32) + (pair * 8 + column % 8)
@@ -287,7 +333,7 @@ def _places_of(
 @gluon.jit
 def _down_rows(
     hidden, pieces, buffers, planes, fewest, most, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
-    PIECES: gl.constexpr, NW: gl.constexpr,
+    PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """Sum over the slots of gate * W_k hidden, for 16 rows."""
     X, Y = (), ()
@@ -296,13 +342,17 @@ def _down_rows(
         X = X + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
         start += 128
         Y = Y + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
-    r, column, _ = places(NW)
+    r, column, _ = places(NW, TIED)
     weights = column_weights((column + r) * 0)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     wait_for_copies(0)
     for p in gl.static_range(PIECES):
         k, at, gate, _, _, own = pieces[p]
-        whole += gate * _piece_dot(cut(X[p]), cut(Y[p]), own, buffers, planes, at, weights, k, fewest, most, p, PIECES, C, CAP)
+        x, y = cut(X[p], TIED), cut(Y[p], TIED)
+        if TIED:
+            whole += gate * _tied_dot(x, y, own, buffers, planes, at, k, most, p, PIECES, C, CAP)
+        else:
+            whole += gate * _piece_dot(x, y, own, buffers, planes, at, weights, k, fewest, most, p, PIECES, C, CAP)
     return whole
 
 
@@ -325,3 +375,16 @@ def _piece_dot(
                     dots = add_dots(dots, one, other, X, Y, weights, k, c, True)
             total = scaled(total, dots, own[1 + first // 4], X, Y, False)
     return total
+
+
+@gluon.jit
+def _tied_dot(
+    X, Y, own, buffers, planes, at, k, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr
+):  # fmt: skip
+    """`_piece_dot` with tied scales."""
+    spread_x, spread_y, zero = spread(X), spread(Y), (X * 0).to(gl.float32)
+    if most <= 4:
+        numbers = numbers_of(buffers, planes, at, k, p, PIECES, True, C, CAP)
+    else:
+        numbers = numbers_of(buffers, planes, at, k, p, PIECES, False, C, CAP)
+    return add_numbers(zero, numbers, own, k, X, Y, spread_x, spread_y, False)

@@ -1,4 +1,6 @@
-"""The expert block for few tokens by 1-bit products: launches of the bit-serial kernels. Other cards, shapes: `triton_experts`.
+"""The expert block for few tokens by bit-serial kernels: their launches. Other cards, shapes: `triton_experts`.
+
+Planes with scales of their own are operands of 1-bit products; those of a tied scale are put together to 8-bit numbers first.
 
 Up to FEW pairs a program works for one pair (`bitserial_decode`); more pairs are put in the order of their experts first, so
 that planes are read once for all pairs of an expert (`bitserial_rows`, `bitserial_group`).
@@ -15,7 +17,7 @@ from dpamoe.kernels.bitserial_decode import down_kernel, up_kernel
 from dpamoe.kernels.bitserial_group import group_kernel
 from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
-from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS, early
+from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS, early, has_bit_groups
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_experts import counts, rule_of, strides_of, tensors_of
 from dpamoe.kernels.triton_sort import combine_kernel
@@ -31,7 +33,10 @@ CUT_PAIRS = 128  # up to which a tile of the second product cuts rows for itself
 
 
 def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> bool:
-    """Whether these kernels can read these weights: free fp16 scales in groups of 128, whole groups and tiles of 64 rows."""
+    """Whether these kernels can read these weights: fp16 scales in groups of 128, or tied ones in groups that divide that.
+
+    Widths must be whole groups of 128 and tiles of 64 rows.
+    """
     pieces = max(pieces_of(up.in_features, WARPS), triton.cdiv(active * pieces_of(down.in_features, 1), WARPS))
     few = (
         pairs <= BIT_PAIRS
@@ -40,9 +45,8 @@ def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> b
         and max(pieces, pieces_of(down.in_features, 1)) <= MOST_PIECES
     )
     return few and all(
-        weight.unit is None
-        and weight.offset.dtype == torch.float16
-        and group_width(weight.in_features, weight.group_size) == BIT_GROUP
+        has_bit_groups(group_width(weight.in_features, weight.group_size), weight.unit is not None)
+        and weight.offset.dtype == (torch.float16 if weight.unit is None else torch.int8)
         and weight.in_features % BIT_GROUP == 0
         and weight.offset.shape[1] % 64 == 0
         and weight.planes[0].numel() // 4 < 1 << 31
@@ -74,6 +78,11 @@ def spare_pieces(size: int, programs: int, device: torch.device) -> int:
     return max(0, (properties.shared_memory_per_multiprocessor // 2 - size) // (512 * WARPS) + 1)
 
 
+def registers_of(warps: int, programs: int) -> int:
+    """Registers that a thread may have, so that so many programs fit on a multiprocessor."""
+    return REGISTERS // (32 * warps * programs) // 8 * 8
+
+
 def pieces_of(inputs: int, warps: int) -> int:
     """Pieces of 256 inputs that a warp has, if so many share them."""
     return triton.cdiv(triton.cdiv(inputs, 256), warps)
@@ -84,12 +93,15 @@ def _launch(device: torch.device, warps: int, registers: int | None = None) -> d
 
 
 def _sizes(weight: EncodedWeight, bias: Tensor | None) -> dict:
-    return {"OUT": weight.offset.shape[1], "IN": weight.in_features, "C": len(weight.planes), "BIAS": bias is not None}
+    return {
+        "OUT": weight.offset.shape[1], "IN": weight.in_features, "C": len(weight.planes), "BIAS": bias is not None,
+        "TIED": tied_group(weight),
+    }  # fmt: skip
 
 
-def _tensors(weight: EncodedWeight, bias: Tensor | None) -> tuple:
-    planes, scales, offset, _, own = tensors_of(weight, bias)
-    return planes, scales, offset, own
+def tied_group(weight: EncodedWeight) -> int:
+    """Inputs that have a tied scale together; 0 where every plane has scales of its own."""
+    return 0 if weight.unit is None else group_width(weight.in_features, weight.group_size)
 
 
 def ffn(
@@ -111,15 +123,16 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
     tables, strides, rule = rule_of(source, chunks)
     held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
+    registers = None if up.unit is None else registers_of(WARPS, 3)  # free scales need fewer
     up_kernel[(down.in_features // 16, tokens * active)](
-        x, ids, chunks, *tables, *_tensors(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]), *strides,
-        **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
-        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS),
+        x, ids, chunks, *tables, *tensors_of(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]),
+        *strides, **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
+        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS, registers),
     )  # fmt: skip
     pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
-        hidden, ids, chunks, gates, *tables[1:4], *_tensors(down, down_bias), out,
+        hidden, ids, chunks, gates, *tables[1:4], *tensors_of(down, down_bias), out,
         *strides_of(ids, chunks, gates), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots, E=up.offset.shape[0],
         CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS,
         **_launch(x.device, WARPS),
@@ -136,7 +149,7 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
     bits, order = order_pairs(x, ids, chunks, up, source)
     hidden = torch.empty(pairs, down.in_features, dtype=torch.float32, device=device)
     _group(bits, order, up, up_bias, hidden, active, activation, along=WARPS, tiles=1, programs=3, ahead=False)
-    inner = hidden if pairs <= CUT_PAIRS else _cut_rows(hidden)
+    inner = hidden if pairs <= CUT_PAIRS else _cut_rows(hidden, down)
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
     _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, ahead=True)
     combine_kernel[(ids.shape[0], triton.cdiv(out.shape[1], COLUMNS))](
@@ -147,11 +160,13 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
         count(chunks, source.spent)
 
 
-def _cut_rows(rows: Tensor) -> Tensor:
-    """The bits of rows, int32 [P, .]."""
+def _cut_rows(rows: Tensor, weight: EncodedWeight) -> Tensor:
+    """The bits of rows that are multiplied by a weight, int32 [P, .]."""
     pairs, inputs = rows.shape
     bits = torch.empty(pairs, 256 * pieces_of(inputs, 1), dtype=torch.int32, device=rows.device)
-    cut_kernel[(pairs, pieces_of(inputs, 4))](rows, bits, rows.stride(0), IN=inputs, NW=4, **_launch(rows.device, 4))
+    cut_kernel[(pairs, pieces_of(inputs, 4))](
+        rows, bits, rows.stride(0), IN=inputs, NW=4, TIED=tied_group(weight), **_launch(rows.device, 4)
+    )  # fmt: skip
     return bits
 
 
@@ -175,7 +190,8 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     order_kernel[(tokens, parts + 1)](
         x, bits, ids, chunks, *tables[:4], order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
         *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
-        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, **_launch(device, WARPS),
+        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
+        **_launch(device, WARPS),
     )  # fmt: skip
     return bits, Order(order, planes, entries)
 
@@ -189,16 +205,18 @@ def _group(
     bits: rows that are cut, or rows of fp32, which tiles of a single warp along the inputs cut for themselves.
 
     programs: how many share a multiprocessor from Hopper on; one less before, where fewer planes stand in shared memory, so
-    that those read as they stand are not spilled. ahead: whether planes are asked for while the kernel before still runs.
+    that those read as they stand are not spilled.
+    ahead: whether planes are asked for while the kernel before still runs.
     """
     programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
-    registers = REGISTERS // (32 * along * tiles * programs) // 8 * 8
     gated = activation != "" and is_gated(activation)
     own, cut = pieces_of(weight.in_features, along), bits.dtype == torch.float32
     beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
-    held = min(planes_held(along * tiles * own * (1 + gated), programs, out.device, beside), len(weight.planes))
+    room = planes_held(along * tiles * own * (1 + gated), programs, out.device, beside)
+    held = min(room, len(weight.planes))
+    room = room if weight.unit is not None and room == 8 else held
     group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
-        bits, by.pairs, by.planes, by.entries, *_tensors(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
-        GATED=gated, ACT=activation, CAP=held, NWK=along, RT=tiles, CUT=cut,
-        AHEAD=ahead, **_launch(out.device, along * tiles, registers),
+        bits, by.pairs, by.planes, by.entries, *tensors_of(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
+        GATED=gated, ACT=activation, CAP=held, ROOM=room, NWK=along, RT=tiles, CUT=cut,
+        AHEAD=ahead, **_launch(out.device, along * tiles, registers_of(along * tiles, programs)),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from dpamoe.kernels.bitserial_product import (
     buffers_for,
     column_weights,
     cut,
+    input_of,
     of_warps,
     room_for_pairs,
     scaled,
@@ -23,6 +24,7 @@ from dpamoe.kernels.bitserial_product import (
     words_layout,
 )
 from dpamoe.kernels.bitserial_rows import lane_layout
+from dpamoe.kernels.byte_product import put_together, stored_rows, tied_rows, tied_scales_of_rows
 
 
 @gluon.jit
@@ -42,54 +44,79 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 
 @gluon.jit
 def group_kernel(
-    bits, order, ks, entries, planes, scales, offset, bias, out, SHARING: gl.constexpr,
-    OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
-    CAP: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    bits, order, ks, entries, planes, scales, offset, unit, bias, out, SHARING: gl.constexpr, OUT: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    CAP: gl.constexpr, ROOM: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
     bits: of row pair // SHARING, as `bitserial_rows` leaves them, or (CUT, where a warp has all inputs) rows of fp32 that are
-    cut here. A program takes one of entries. The last tile may overlap.
-    AHEAD: planes are asked for at once: the kernel before lets this one begin after its own wait, when order and ks are there.
+    cut here. A program takes one of entries; the last tile may overlap. AHEAD: planes are asked for at once: the kernel before
+    lets this one begin after its own wait, when order and ks are there. ROOM: for planes, of which CAP are copied; 8: with tied
+    scales numbers take their place.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NWK - 1) // (256 * NWK)
-    if not AHEAD:
-        _wait(PDL)
-    tile = _tile(WIDTH, 16 * RT)
+    _wait(PDL and not AHEAD)
     expert, begin, end, first = _entry(entries + 4 * gl.program_id(1), NWK * RT)
-    row = expert.to(gl.int64) * OUT + tile
+    tile, row = _first_row(expert, OUT, WIDTH, 16 * RT)
     if begin < end:
-        buffers = buffers_for(CAP * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
+        buffers = buffers_for(ROOM * PIECES * MATRICES, NWK, RT, 8 if NWK > 1 else 2, 1 if NWK > 2 else 4 // NWK)
         most = _most(ks, begin, end, first, NWK * RT)
         ask_rows(buffers, planes, row, 0, CAP, most, IN, WIDTH, PIECES, MATRICES, NWK, RT)
         async_copy.commit_group()
-        own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
+        own = _scales(scales, offset, unit + expert, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT, TIED)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
         if AHEAD:
             _wait(PDL)
         if NWK > 1:
             _shared_pairs(
                 bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
-                IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, NWK,
+                IN, C, CAP, ROOM, WIDTH, PIECES, GATED, ACT, BIAS, NWK, TIED,
             )  # fmt: skip
         else:
             _pairs(
                 bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
-                IN, C, CAP, WIDTH, PIECES, GATED, ACT, BIAS, RT, CUT,
+                IN, C, CAP, ROOM, WIDTH, PIECES, GATED, ACT, BIAS, RT, CUT, TIED,
             )  # fmt: skip
     elif AHEAD:
         _wait(PDL)
 
 
 @gluon.jit
-def _tile(WIDTH: gl.constexpr, ROWS: gl.constexpr):
-    """The first row of a program."""
+def _scales(
+    scales, offset, unit, row, most, IN: gl.constexpr, C: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr, TIED: gl.constexpr,
+):  # fmt: skip
+    """What products of a tile are scaled by: `scales_of_rows`, or (TIED) the unit of the expert, planes of the pair that reads
+    most, and `tied_scales_of_rows`.
+    """
+    if TIED:
+        line, column = _rows_and_columns(row, NWK, RT)
+        each = tied_scales_of_rows(scales[0], offset, line, column, most, IN, WIDTH, PIECES, MATRICES, NWK, TIED)
+        own = gl.load(unit), most, each
+    else:
+        own = scales_of_rows(scales, offset, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT)
+    return own
+
+
+@gluon.jit
+def _rows_and_columns(first_row, NWK: gl.constexpr, RT: gl.constexpr):
+    """Row of the weight and column of each word [16 RT, 8 NWK]."""
+    layout: gl.constexpr = words_layout(NWK, RT)
+    row = first_row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
+    return row, gl.arange(0, 8 * NWK, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _first_row(expert, OUT: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr):
+    """The first row of a program, of its expert and of the weight."""
     tile = gl.program_id(0) * ROWS
     if WIDTH % ROWS > 0:
         tile = gl.minimum(tile, WIDTH - ROWS)
-    return tile
+    return tile, expert.to(gl.int64) * OUT + tile
 
 
 @gluon.jit
@@ -103,22 +130,25 @@ def _wait(PDL: gl.constexpr):
 @gluon.jit
 def _pairs(
     bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
-    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, ROOM: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """Rows, all inputs of which are in one warp, for pairs begin … end - 1; pair, k: the first one, and its planes."""
     MATRICES: gl.constexpr = 2 if GATED else 1
-    layout: gl.constexpr = words_layout(1, RT)
-    line = row + gl.arange(0, 16 * RT, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    line, column = _rows_and_columns(row, 1, RT)
     weights = column_weights((column + line.to(gl.int32)) * 0)
-    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, RT, CUT)
+    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, RT, CUT, TIED)
     wait_for_copies(0)
+    if TIED and ROOM == 8:
+        put_together(buffers, planes, line * (IN // 32) + column, own[1], PIECES * MATRICES, C)
     for n in range(begin, end):
         next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
-        later = _given(bits, next_pair, SHARING, IN, PIECES, RT, CUT)
-        X, Y = _in_every_warp(given, rooms, PIECES, RT, CUT)
-        total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, 1, RT)
+        later = _given(bits, next_pair, SHARING, IN, PIECES, RT, CUT, TIED)
+        X, Y = _in_every_warp(given, rooms, PIECES, RT, CUT, TIED)
+        total = _rows(
+            X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, ROOM, WIDTH, PIECES, MATRICES, 1, RT,
+            TIED,
+        )  # fmt: skip
         sums = gl.sum(total.reshape([16 * RT, MATRICES, 8 // MATRICES]), 2)
         result = activated(sums, bias, row, 16 * RT, WIDTH, GATED, BIAS, ACT)
         at = tile + gl.arange(0, 16 * RT, result.type.layout)
@@ -129,23 +159,26 @@ def _pairs(
 @gluon.jit
 def _shared_pairs(
     bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING: gl.constexpr,
-    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, GATED: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, NW: gl.constexpr,
+    IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, ROOM: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
+    GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """16 rows, the inputs of which NW warps share, for pairs begin … end - 1; the sums of NW pairs are exchanged at once."""
     MATRICES: gl.constexpr = 2 if GATED else 1
-    layout: gl.constexpr = words_layout(NW)
-    line = row + gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
+    line, column = _rows_and_columns(row, NW, 1)
     weights, room = column_weights((column + line.to(gl.int32)) * 0), room_for_pairs(MATRICES, NW)
     X, Y = _both(bits, pair, SHARING, IN, PIECES, NW, 1)
     wait_for_copies(0)
+    if TIED and ROOM == 8:
+        put_together(buffers, planes, line * (IN // 32) + column, own[1], PIECES * MATRICES, C)
     order, ks, count = order + begin, ks + begin, end - begin
     for n in range(0, count):
         next_pair = gl.load(order + n + 1, mask=n + 1 < count, other=0)
         next_k = gl.load(ks + n + 1, mask=n + 1 < count, other=0)
         later = _both(bits, next_pair, SHARING, IN, PIECES, NW, 1)
-        total = _rows(X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
+        total = _rows(
+            X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, ROOM, WIDTH, PIECES, MATRICES, NW, 1,
+            TIED,
+        )  # fmt: skip
         number = n % NW
         room.index(number).store(of_warps(total, MATRICES, NW))
         if (number == NW - 1) | (n + 1 == count):
@@ -181,9 +214,31 @@ def _most(ks, begin, end, first, NW: gl.constexpr):
 @gluon.jit
 def _rows(
     X, Y, own, buffers, planes, row, column, weights, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
-    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+    ROOM: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr,
+    RT: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """W_k x of the tile's rows: of the first matrix in registers 0 and 1, of the second in 2 and 3."""
+    if TIED:
+        if ROOM == 8:
+            many = (column + row.to(gl.int32)) * 0 + k
+            total = stored_rows(X, Y, own[2], buffers, many, k, own[1], PIECES, MATRICES, NWK, RT)
+        else:
+            at = row * (IN // 32) + column
+            total = tied_rows(X, Y, own[2], buffers, planes, at, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
+        total *= own[0]
+    else:
+        total = _scaled_rows(
+            X, Y, own, buffers, planes, row, column, weights, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT
+        )  # fmt: skip
+    return total
+
+
+@gluon.jit
+def _scaled_rows(
+    X, Y, own, buffers, planes, row, column, weights, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
+    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, NWK: gl.constexpr, RT: gl.constexpr,
+):  # fmt: skip
+    """`_rows` where every plane has a scale of its own."""
     total = gl.zeros([16 * RT, 8 * NWK], gl.float32, words_layout(NWK, RT))
     many = (column + row.to(gl.int32)) * 0 + k
     for p in gl.static_range(PIECES):
@@ -225,7 +280,8 @@ def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def _given(
-    rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr
+    rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr,
+    TIED: gl.constexpr,
 ):  # fmt: skip
     """The bits of a pair's row, or (CUT) its numbers, RT groups at a time, one for each warp, as `cut` takes them."""
     if CUT:
@@ -234,7 +290,7 @@ def _given(
         register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
         source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
         for first in gl.static_range(0, 2 * PIECES, RT):
-            at = (first + lane // 32) * 128 + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
+            at = (first + lane // 32) * 128 + input_of(lane % 32 // 4, lane % 4, register, TIED)
             found = found + (gl.load(source + at, mask=at < IN, other=0.0, cache_modifier=".cg"),)
     else:
         found = _both(rows, pair, SHARING, IN, PIECES, 1, RT)
@@ -242,13 +298,13 @@ def _given(
 
 
 @gluon.jit
-def _in_every_warp(given, rooms, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
+def _in_every_warp(given, rooms, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr, TIED: gl.constexpr):
     """The bits of all groups, as `_both` gives them; CUT: each group is cut by one warp."""
     if CUT:
         whole: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [RT, 1, 1], [2, 1, 0])
         X, Y = (), ()
         for i in gl.static_range((2 * PIECES + RT - 1) // RT):
-            rooms[i].store(cut(given[i]))
+            rooms[i].store(cut(given[i], TIED))
         for group in gl.static_range(2 * PIECES):
             own = rooms[group // RT].slice(32 * (group % RT), 32).load(gl.SliceLayout(0, whole))
             value = own[None, :, :].broadcast_to([RT, 32, 4])

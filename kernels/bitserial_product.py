@@ -30,6 +30,7 @@ from dpamoe.kernels.bitserial_asm import (
     WEIGHTS_2,
     WEIGHTS_LETTERS,
 )
+from dpamoe.kernels.byte_asm import CUT, CUT_LETTERS
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
 
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # names of Triton 3.8, 3.6
@@ -46,24 +47,29 @@ def words_layout(NW, RT=1):
 
 
 @gluon.jit
-def places(NW: gl.constexpr):
+def input_of(part, word, register, TIED: gl.constexpr):
+    """Which input of a group stands in a register of a lane before it is cut; part 0 to 7, word 0 to 3."""
+    return part + (32 if TIED else 8) * word + (8 if TIED else 32) * register
+
+
+@gluon.jit
+def places(NW: gl.constexpr, TIED: gl.constexpr):
     """Of each register: its row and column in the words, and which input of a group it cuts."""
     layout: gl.constexpr = words_layout(NW)
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
     register = row // 8 + 2 * (column // 4 % 2)
-    return row, column, row % 8 + 8 * (column % 4) + 32 * register
+    return row, column, input_of(row % 8, column % 4, register, TIED)
 
 
 @gluon.jit
-def bits_of(x, at, inside):
-    """16 bits of a group: words of low and high bits, step and sum; x: pointer, at: inputs of the lane."""
-    return cut(gl.load(x + at, mask=inside, other=0.0).to(gl.float32))
-
-
-@gluon.jit
-def cut(value):
-    return gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
+def cut(value, TIED: gl.constexpr):
+    """A group in 16 bits each: words of low and high bits (TIED: bytes), step and sum."""
+    if TIED:
+        result = gl.inline_asm_elementwise(CUT, CUT_LETTERS, [value], gl.int32, True, 4)
+    else:
+        result = gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
+    return result
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.bitserial_planes import planes_of_token, square_layout
-from dpamoe.kernels.bitserial_product import cut
+from dpamoe.kernels.bitserial_product import cut, input_of
 from dpamoe.kernels.triton_allocate import is_held
 
 
@@ -16,27 +16,27 @@ def lane_layout(NW):
 
 
 @gluon.jit
-def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr):
+def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr):
     """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` has them."""
     layout: gl.constexpr = lane_layout(NW)
     lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     pair, values = part * NW + lane // 32, ()
     for group in gl.static_range(2):
-        at = pair * 256 + 128 * group + lane % 32 // 4 + 8 * (lane % 4) + 32 * register
+        at = pair * 256 + 128 * group + input_of(lane % 32 // 4, lane % 4, register, TIED)
         values = values + (gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32),)
     for group in gl.static_range(2):
-        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(values[group]), mask=pair * 256 < IN)
+        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(values[group], TIED), mask=pair * 256 < IN)
 
 
 @gluon.jit
-def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr):
+def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr):
     """Cut row program_id(0) of x into bits, 256 NW inputs from 256 NW program_id(1) on."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = gl.program_id(0).to(gl.int64)
-    cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW)
+    cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW, TIED)
 
 
 @gluon.jit
@@ -92,7 +92,8 @@ def order_kernel(
     x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
@@ -105,7 +106,7 @@ def order_kernel(
         gdc_launch_dependents()
     token, part = gl.program_id(0).to(gl.int64), gl.program_id(1)
     if part < PARTS:
-        cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW)
+        cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
     else:
         k = planes_of_token(
             chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,

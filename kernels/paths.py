@@ -1,8 +1,8 @@
 """Which kernels compute a call, "decode", "bits" or "prefill": by measured cost where `dpamoe tune` ran, else by an estimate.
 
 decode reads the planes of an expert once for every (token, expert) pair, prefill once for every expert that is touched; bits
-does without unpacking, by 1-bit products, on the cards and weights that have them. The choice never changes how many planes
-are read, only which kernel reads them. Costs are kept per device in one JSON file,
+multiplies planes as they stand, 1 bit each (with tied scales: put together to bytes), on the cards and weights that allow it.
+The choice never changes how many planes are read, only which kernel reads them. Costs are kept per device in one JSON file,
 $XDG_CACHE_HOME/dpamoe/DEVICE.json (~/.cache without the variable), read once per process and device.
 """
 
@@ -148,6 +148,11 @@ def has_bits(device: torch.device) -> bool:
     return _has_gluon()
 
 
+def has_bit_groups(group: int, tied: bool) -> bool:
+    """Whether the bit-serial kernels know such groups: of 128 inputs, with tied scales of 32 or 64, too."""
+    return group == BIT_GROUP or (tied and group in (32, 64))
+
+
 @cache
 def has_own_prefill(device: torch.device) -> bool:
     """Whether it is a Hopper card, for which there are prefill kernels of its own, and Triton has their dialect."""
@@ -166,7 +171,7 @@ def _has_gluon() -> bool:
 
 def available(shape: Shape, device: torch.device, tokens: int = 1) -> tuple[str, ...]:
     """The paths that can compute so many tokens in layers of a shape on a device."""
-    bits = has_bits(device) and shape.group_size == BIT_GROUP and shape.scale_mode == "shared"
+    bits = has_bits(device) and has_bit_groups(shape.group_size, shape.scale_mode == "tied")
     bits = bits and tokens * shape.active <= BIT_PAIRS
     return tuple(path for path in PATHS if bits or path != "bits")
 
@@ -174,7 +179,7 @@ def available(shape: Shape, device: torch.device, tokens: int = 1) -> tuple[str,
 def choose(shape: Shape, tokens: int, device: torch.device, bits: bool = False) -> str:
     """One of PATHS for a call of `tokens` tokens; never reads the device, and a file at the first call only.
 
-    bits: whether the 1-bit products can compute it.
+    bits: whether the bit-serial kernels can compute it. With tied scales they do where they were measured, not by an estimate.
     """
     path = _forced.get()
     if path is not None:
@@ -182,9 +187,9 @@ def choose(shape: Shape, tokens: int, device: torch.device, bits: bool = False) 
     if tokens >= _prefill_from(shape, device, bits):
         return "prefill"
     costs = measured(shape, device)
-    if not bits:
-        return "decode"
-    return "bits" if costs is None or not costs.has_bits else costs.few(tokens)
+    if bits and costs is not None and costs.has_bits:
+        return costs.few(tokens)
+    return "bits" if bits and shape.scale_mode == "shared" else "decode"
 
 
 @cache
@@ -208,7 +213,8 @@ def estimated_prefill_from(shape: Shape, bits: bool = False) -> int:
     active = min(shape.active, shape.experts)
     if active == 0:
         return 1
-    missed, shared = 1 - active / shape.experts, SHARED_PAIRS_OF_BITS if bits else SHARED_PAIRS
+    missed = 1 - active / shape.experts
+    shared = SHARED_PAIRS_OF_BITS if bits and shape.scale_mode == "shared" else SHARED_PAIRS
     tokens = 1
     while tokens * active <= shared * shape.experts * (1 - missed**tokens):
         tokens += 1

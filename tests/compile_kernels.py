@@ -1,10 +1,10 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
 CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode", "route",
-"hopper", "some hopper" (three of them, of which instructions are counted), "bits", "few bits" (those for one token) or "all".
-Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
-spilled registers, how many 1-bit products its code has, and how many loads stand before it first waits for copies; "hopper":
-also the most shared memory that its cut was chosen for.
+"hopper", "some hopper" (three of them, of which instructions are counted), "bits", "few bits" (those for one token), "tied" (as
+"bits", with tied scales) or "all". Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of
+stack, which hold nothing but spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads
+stand before it first waits for copies; "hopper": also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -76,7 +76,8 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         listing = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True).stdout
     stack = sum(map(int, re.findall(r"STACK:(\d+)", listing)))
-    facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\bBMMA\b", listing))}
+    facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\b[BI]MMA\b", listing))}
+    facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
     return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
@@ -319,13 +320,13 @@ def type_of(value):
 
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-           torch.uint8: "u8"}  # fmt: skip
+           torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
 NAMED = ("RULE", "K_MIN", "P", "OUT", "CUT")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 5, 16, 24)):
-    """The kernels of the 1-bit products as they are launched for so many tokens, on the cards that have such products."""
+def bits(card, batches=(1, 5, 16, 24), tied=False):
+    """The bit-serial kernels as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}
     from dpamoe.kernels import bitserial_experts
@@ -339,26 +340,31 @@ def bits(card, batches=(1, 5, 16, 24)):
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
         stack.enter_context(mock.patch.object(bitserial_experts, "count", lambda *given: None))
         for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel", "combine_kernel"):
-            stand_in = Compiled(getattr(bitserial_experts, name), card, found, "bits")
+            stand_in = Compiled(getattr(bitserial_experts, name), card, found, "tied" if tied else "bits")
             stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))
         for tokens in batches:
-            launch_bits(bitserial_experts.ffn, tokens)
+            launch_bits(bitserial_experts.ffn, tokens, tied)
     return found
 
 
-def launch_bits(ffn, tokens):
+def empty_weight(rows, width, tied):
+    """An encoded weight that holds nothing; with tied scales in groups of 32."""
+    empty, group = partial(torch.empty, device="meta"), 32 if tied else GROUP
+    planes = [empty(EXPERTS, rows, width // 8, dtype=torch.uint8) for _ in range(PLANES)]
+    sizes = EXPERTS, rows, width // group
+    if tied:
+        codes, unit = empty(sizes, dtype=torch.uint8), empty(EXPERTS, dtype=torch.float32)
+        return EncodedWeight(planes, [codes], empty(sizes, dtype=torch.int8), unit, width, group)
+    scales = [empty(sizes, dtype=torch.float16) for _ in range(PLANES)]
+    return EncodedWeight(planes, scales, empty(sizes, dtype=torch.float16), None, width, group)
+
+
+def launch_bits(ffn, tokens, tied):
     """One call with each source of k, on tensors that hold nothing."""
     empty = partial(torch.empty, device="meta")
     sizes = (tokens, ACTIVE)
     gates, chunks, k_max = empty(sizes, dtype=torch.bfloat16), empty(sizes, dtype=torch.int32), empty((), dtype=torch.int32)
-    up, down = (
-        EncodedWeight(
-            [empty(EXPERTS, rows, width // 8, dtype=torch.uint8) for _ in range(PLANES)],
-            [empty(EXPERTS, rows, width // GROUP, dtype=torch.float16) for _ in range(PLANES)],
-            empty(EXPERTS, rows, width // GROUP, dtype=torch.float16), None, width, GROUP,
-        )
-        for rows, width in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
-    )  # fmt: skip
+    up, down = empty_weight(2 * INNER, HIDDEN, tied), empty_weight(HIDDEN, INNER, tied)
     spent = empty(PLANES + 1, dtype=torch.int64)
     sources = (
         None,
@@ -372,7 +378,7 @@ def launch_bits(ffn, tokens):
 
 SETS = {
     "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
-    "bits": bits, "route": route,
+    "bits": bits, "tied": partial(bits, tied=True), "route": route,
 }  # fmt: skip
 PARTS = SETS | {"some hopper": some_hopper, "few bits": partial(bits, batches=(1,))}
 

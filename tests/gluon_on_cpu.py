@@ -20,7 +20,7 @@ from dpamoe.kernels import bitserial_product, bitserial_rows
 
 from . import layouts, ptx
 
-MODULES = ("bitserial_product", "bitserial_planes", "bitserial_rows", "bitserial_decode", "bitserial_group")
+MODULES = ("bitserial_product", "byte_product", "bitserial_planes", "bitserial_rows", "bitserial_decode", "bitserial_group")
 GARBAGE = 0x5A5A5A5A
 
 
@@ -122,10 +122,13 @@ def _assembly(code, letters, arguments, dtype, is_pure, pack):
     place = tuple(layouts.held(layout).movedim(-1, 0).movedim(-1, 1).numpy())  # each [registers, warps, lanes]
     operands = [array[place] for array in arrays]
     assert all(operand.dtype.itemsize <= 4 for operand in operands), "a register holds 32 bits"
-    found = np.empty(shape, np.uint32)
-    found[place] = ptx.run(code.value, letters.value, *operands)
-    kind = {tl.int32: np.int32, tl.float32: np.float32}[dtype]
-    return tl.tensor(TensorHandle(found.view(kind), dtype), tl.block_type(dtype, list(shape)))
+    kinds = dtype if isinstance(dtype, (tuple, tl.tuple)) else (dtype,)
+    registers, results = ptx.run(code.value, letters.value, *operands), []
+    for i, kind in enumerate(kinds):
+        found = np.empty(shape, np.uint32)
+        found[place] = registers[4 * i : 4 * i + 4]
+        results.append(_tensor(found.view({tl.int32: np.int32, tl.float32: np.float32}[kind]), kind))
+    return results[0] if kinds is not dtype else tl.tuple(results)
 
 
 class Buffer:

@@ -180,6 +180,25 @@ def _shuffle(value, mask, clamp, members):
     return value[..., LANES ^ mask]
 
 
+def _shuffle_from(value, source, clamp, members):
+    assert (clamp == 31).all() and (members == 0xFFFFFFFF).all() and (source < 32).all()
+    return np.take_along_axis(value, np.broadcast_to(source, value.shape).astype(np.int64), -1)
+
+
+def _byte_product(a, b, c):
+    """m16n8k32 of bytes without a sign and bytes with one: bytes 4t … 4t + 3 and 16 on of row g and g + 8, of column g."""
+    warps = a[0].shape[:-1]
+    left, right = np.zeros((*warps, 16, 32), np.int64), np.zeros((*warps, 32, 8), np.int64)
+    for i in range(4):
+        for j in range(4):
+            left[..., ROW + 8 * (i % 2), 4 * PART + 16 * (i // 2) + j] = a[i] >> 8 * j & 0xFF
+    for i in range(2):
+        for j in range(4):
+            right[..., 4 * PART + 16 * i + j, ROW] = (b[i] >> 8 * j & 0xFF).astype(np.uint8).view(np.int8)
+    product = left @ right
+    return [(product[..., ROW + 8 * (i // 2), 2 * PART + i % 2] + c[i].view(np.int32)).astype(np.uint32) for i in range(4)]
+
+
 def _binary_product(a, b, c):
     """m16n8k128: D [16, 8] = popcount(A row and B column) + C; word c of row g and g + 8, word c of column g."""
     warps = a[0].shape[:-1]
@@ -225,7 +244,9 @@ INSTRUCTIONS = {
     "cvt.f32.f16": lambda a: _bits(a.view(np.float16)),
     "add.s32": lambda a, b: a + b,
     "mul.lo.s32": lambda a, b: a * b,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": _shf_left,
     "lop3.b32": _lop3,
@@ -235,8 +256,10 @@ INSTRUCTIONS = {
     "setp.ne.s32": lambda a, b: a != b,
     "setp.le.s32": lambda a, b: a.view(np.int32) <= b.view(np.int32),
     "shfl.sync.bfly.b32": _shuffle,
+    "shfl.sync.idx.b32": _shuffle_from,
     "redux.sync.max.u32": lambda a, members: np.broadcast_to(a.max(-1, keepdims=True), a.shape),
     "redux.sync.add.s32": lambda a, members: np.broadcast_to(a.sum(-1, keepdims=True, dtype=np.uint32), a.shape),
     "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc": _binary_product,
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32": _byte_product,
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": _half_product,
 }

@@ -25,6 +25,13 @@ def weight(rows=128, inputs=256, experts=4, planes=8, group=128, dtype=torch.flo
     return EncodedWeight(signs, scales, torch.zeros(shape, dtype=dtype), None, inputs, group)
 
 
+def tied(group, inputs=256):
+    """The same with tied scales."""
+    own = weight(inputs=inputs, group=group)
+    codes = torch.zeros(own.offset.shape, dtype=torch.uint8)
+    return replace(own, scales=[codes], offset=codes.to(torch.int8), unit=torch.zeros(4))
+
+
 @pytest.fixture
 def card(monkeypatch):
     """Function that stands a card of a compute capability in for the one that may be here."""
@@ -45,6 +52,8 @@ def test_what_is_usable():
     assert bits.usable(1, 1, weight(64, 128, 1, 2), weight(64, 128, 1, 2))
     assert bits.usable(bits.BIT_PAIRS, bits.MOST_SLOTS, weight(), weight())
     assert bits.usable(8, 8, weight(inputs=128, group=-1), weight())  # whole rows that are one group
+    assert all(bits.usable(8, 8, tied(group), tied(group)) for group in (32, 64, 128))
+    assert bits.usable(8, 8, tied(-1, inputs=128), tied(32))
 
 
 REFUSED = {
@@ -54,7 +63,9 @@ REFUSED = {
     "bf16 scales": weight(dtype=torch.bfloat16),
     "a short group at the end": replace(weight(), in_features=320),
     "rows that are no whole tiles": weight(rows=96),
-    "tied scales": replace(weight(), scales=[torch.zeros(4, 128, 2, dtype=torch.uint8)], unit=torch.zeros(4)),
+    "tied scales in groups of 16": tied(16),
+    "tied scales of whole rows of 256": tied(-1),
+    "tied scales and a short group at the end": replace(tied(32), in_features=320),
 }
 
 

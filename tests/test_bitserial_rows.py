@@ -28,7 +28,7 @@ def test_rows_of_any_stride(bits_on_cpu, random_encoded, inputs):
     x = wide[:, 32 : 32 + inputs]
     bits = torch.full((2, -(-inputs // 256) * 256), 77, dtype=torch.int32)
     parts = bits_on_cpu.pieces_of(inputs, 4)
-    bits_on_cpu.cut_kernel[(2, parts)](x, bits, x.stride(0), IN=inputs, NW=4, PDL=False)
+    bits_on_cpu.cut_kernel[(2, parts)](x, bits, x.stride(0), IN=inputs, NW=4, TIED=0, PDL=False)
     largest = x.unflatten(1, (-1, 128)).abs().amax(-1, keepdim=True)
     found = cut(bits)
     assert ((found[:, :inputs] - x).unflatten(1, (-1, 128)).abs() <= 0.51 / 32767 * largest).all()

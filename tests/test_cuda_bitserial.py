@@ -1,4 +1,4 @@
-"""The 1-bit products on a card that has them, against float64: shapes, routings, sources of k, graphs (run with -m gpu)."""
+"""The bit-serial kernels on a card that has them, against float64: shapes, routings, sources of k, graphs (run with -m gpu)."""
 
 from dataclasses import dataclass
 
@@ -40,21 +40,28 @@ class Layer:
         """Arguments of the ops, from the planes on."""
         both = ((self.up, self.up_bias), (self.down, self.down_bias))
         parts = [part for w, bias in both for part in (w.planes, w.scales, w.offset, w.unit, bias)]
-        return [*parts, self.activation, GROUP]
+        return [*parts, self.activation, self.up.group_size]
 
 
-def random_weight(experts, rows, inputs, planes=8):
+def random_weight(experts, rows, inputs, planes=8, tied=0):
+    """Scales of their own in groups of 128, or one for all planes in groups of `tied`."""
+    signs = [torch.randint(0, 256, (experts, rows, inputs // 8), dtype=torch.uint8, device=DEVICE) for _ in range(planes)]
+    if tied:
+        shape = (experts, rows, inputs // tied)
+        code = torch.randint(200, 256, shape, dtype=torch.uint8, device=DEVICE)
+        code[:, ::7] = 0
+        offset = torch.randint(-128, 128, shape, dtype=torch.int8, device=DEVICE)
+        return EncodedWeight(signs, [code], offset, (torch.rand(experts, device=DEVICE) + 0.5) * inputs**-0.5, inputs, tied)
     shape = (experts, rows, inputs // GROUP)
-    signs = [torch.randint(0, 256, (*shape[:2], inputs // 8), dtype=torch.uint8, device=DEVICE) for _ in range(planes)]
     scales = [((torch.rand(shape, device=DEVICE) + 1.5) * 0.4 * inputs**-0.5 * 0.5**c).half() for c in range(planes)]
     offset = (torch.randn(shape, device=DEVICE) * 0.1 * inputs**-0.5).half()
     return EncodedWeight(signs, scales, offset, None, inputs, GROUP)
 
 
-def random_layer(experts, active, hidden, inner, activation="silu_mul", bias=False):
+def random_layer(experts, active, hidden, inner, activation="silu_mul", bias=False, tied=0):
     rows = inner * (2 if reference.is_gated(activation) else 1)
     biases = [torch.randn(experts, width, device=DEVICE).half() if bias else None for width in (rows, hidden)]
-    up, down = random_weight(experts, rows, hidden), random_weight(experts, hidden, inner)
+    up, down = (random_weight(experts, *sizes, tied=tied) for sizes in ((rows, hidden), (hidden, inner)))
     return Layer(up, biases[0], down, biases[1], active, activation)
 
 
@@ -71,12 +78,14 @@ def routing(layer, tokens, dtype=torch.bfloat16):
 def multiply(weight, bias, rows, experts, k):
     """Rows [P, I] times the first k planes of their experts, fp64 [P, O]."""
     out = torch.zeros(rows.shape[0], weight.offset.shape[1], dtype=torch.float64, device=rows.device)
+    offset = layout.offset_value(weight.scales, weight.offset, weight.unit)
     for expert in experts.unique().tolist():
         own = (experts == expert).nonzero().flatten()
-        total = F.linear(rows[own], weight.offset[expert].double().repeat_interleave(GROUP, -1))
+        total = F.linear(rows[own], offset[expert].double().repeat_interleave(weight.group_size, -1))
         for c in range(int(k[own].max())):
             signs = layout.unpack_signs(weight.planes[c][expert], weight.in_features).double()
-            part = F.linear(rows[own], signs * weight.scales[c][expert].double().repeat_interleave(GROUP, -1))
+            scale = layout.plane_scale(weight.scales, weight.unit, c)[expert].double()
+            part = F.linear(rows[own], signs * scale.repeat_interleave(weight.group_size, -1))
             total += torch.where((k[own] > c)[:, None], part, 0)
         out[own] = total if bias is None else total + bias[expert].double()
     return out
@@ -113,11 +122,11 @@ def seeded():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture(scope="module")
-def qwen():
+@pytest.fixture(scope="module", params=[0, 32], ids=["free", "tied"])
+def qwen(request):
     """A layer of Qwen3-30B-A3B, which most tests share, so that its kernels are compiled once."""
     torch.manual_seed(1)
-    return random_layer(128, 8, 2048, 768)
+    return random_layer(128, 8, 2048, 768, tied=request.param)
 
 
 def poison(layer, tokens):
@@ -200,12 +209,13 @@ SHAPES = [
     (9, 3, 256, 128, "gelu_tanh", True, "given", 5),
     (9, 3, 256, 128, "relu", True, "given", 5),
 ]
+TIED = [(*SHAPES[0], 32), (*SHAPES[1], 64), (*SHAPES[2], 32), (*SHAPES[3], 128), (*SHAPES[4], 32)]  # inputs of a tied scale
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", [*((*shape, 0) for shape in SHAPES), *TIED], ids=lambda case: "-".join(map(str, case)))
 def test_shapes_activations_and_sources(case, convex_table):
-    *sizes, rule, tokens = case
-    layer = random_layer(*sizes)
+    *sizes, rule, tokens, tied = case
+    layer = random_layer(*sizes, tied=tied)
     x, ids, gates, chunks = routing(layer, tokens, torch.float32)
     assert bitserial_experts.usable(ids.numel(), layer.active, layer.up, layer.down)
     k_max = torch.tensor(7, dtype=torch.int32, device=DEVICE)

@@ -101,6 +101,15 @@ def test_the_fastest_of_three(store_costs, measured, expected):
     assert {tokens: paths.choose(SHAPE, tokens, CPU, True) for tokens in expected} == expected
 
 
+def test_with_tied_scales_the_bit_serial_kernels_run_where_they_were_measured(store_costs):
+    tied = replace(SHAPE, group_size=32, scale_mode="tied")
+    assert first_prefill(tied, bits=True) == first_prefill(tied) == 27
+    assert {paths.choose(tied, tokens, CPU, True) for tokens in range(1, 27)} == {"decode"}
+    costs = Costs(all_three(t1=(9, 5, 90), t64=(99, 80, 60)), None, 4.0, "2026-01-31", "2", "3")
+    paths.save_costs(paths.device_name(CPU), {tied.key: costs})
+    assert [paths.choose(tied, tokens, CPU, True) for tokens in (1, 63, 64)] == ["bits", "bits", "prefill"]
+
+
 def test_costs_of_1_bit_products_do_not_change_calls_without_them(store_costs):
     save(all_three(t1=(9, 5, 90), t8=(40, 20, 90), t64=(99, 40, 60)))
     assert paths.choose(SHAPE, 63, CPU) == "decode" and "bits" not in {paths.choose(SHAPE, t, CPU) for t in range(1, 200)}
@@ -139,8 +148,10 @@ def test_cards_with_1_bit_products(card, capability, bits):
     device = card(capability)
     assert paths.has_bits(device) == bool(bits) and not paths.has_bits(CPU)
     assert paths.available(SHAPE, device) == (paths.PATHS if bits else ("decode", "prefill"))
-    for other in ({"group_size": 64}, {"scale_mode": "tied"}):
-        assert paths.available(replace(SHAPE, **other), device) == ("decode", "prefill")
+    for group in (16, 32, 64, 128, -1):
+        tied = replace(SHAPE, group_size=group, scale_mode="tied")
+        assert ("bits" in paths.available(tied, device)) == (bits and group in (32, 64, 128))
+    assert paths.available(replace(SHAPE, group_size=64), device) == ("decode", "prefill")
     most = paths.BIT_PAIRS // SHAPE.active
     assert paths.available(SHAPE, device, most) == paths.available(SHAPE, device)
     assert paths.available(SHAPE, device, most + 1) == paths.available(SHAPE, CPU) == ("decode", "prefill")

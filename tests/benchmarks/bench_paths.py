@@ -1,6 +1,7 @@
 """The expert block alone behind given planes, by each path: every k, and a mix of k in each token.
 
 python tests/benchmarks/bench_paths.py [--model qwen3_moe] [--tokens 1,8,16,64] [--device cuda]
+    [--scale-mode shared] [--group-size 128]
 """
 
 import argparse
@@ -49,8 +50,11 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3_moe")
     parser.add_argument("--tokens", default="1,8,16,64")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scale-mode", default="shared")
+    parser.add_argument("--group-size", type=int, default=128)
     given_flags = parser.parse_args()
-    device, spec = measure.device_of(given_flags.device), EncodeSpec()
+    device = measure.device_of(given_flags.device)
+    spec = EncodeSpec(group_size=given_flags.group_size, scale_mode=given_flags.scale_mode)
     _, sites = synthetic.with_sites(synthetic.read_config(given_flags.model), spec)
     copied = measure.copy_bandwidth(device)
     print(measure.heading({**measure.facts(device)}))

@@ -1,0 +1,141 @@
+"""Weights of tied scales by the bit-serial kernels on the CPU, against fp64: few pairs and many, planes, groups, widths."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from dpamoe.kernels import grouped
+from dpamoe.kernels.reference import is_gated
+
+ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same numbers whichever tests run before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[0, 32], ids=["many", "few"])
+def ffn(request, bits_on_cpu, monkeypatch):
+    """The expert block by the kernels for many pairs, however few there are, or by those for few."""
+    monkeypatch.setattr(bits_on_cpu, "FEW", request.param)
+    return bits_on_cpu.ffn
+
+
+@pytest.fixture
+def block(random_encoded):
+    """Function that makes both weights and biases of a layer, and its activation."""
+
+    def make(experts=3, hidden=128, inner=128, activation="silu_mul", bias=True, planes=8, group=32):
+        rows = inner * (2 if is_gated(activation) else 1)
+        up = random_encoded(experts, rows, hidden, group, planes, tied=True)
+        down = random_encoded(experts, 64, inner, group, planes, tied=True, seed=1)
+        biases = [torch.randn(experts, width) if bias else None for width in (rows, 64)]
+        return up, biases[0], down, biases[1], activation
+
+    return make
+
+
+def error(found, x, ids, gates, chunks, block):
+    up, up_bias, down, down_bias, activation = block
+    biases = [bias if bias is None else bias.double() for bias in (up_bias, down_bias)]
+    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("held", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_planes_in_shared_memory_and_as_they_stand(ffn, bits_on_cpu, block, monkeypatch, held):
+    """Slots from 0 to 8 planes, up to four in one call; one is padding, and one token has nothing else."""
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer, x = block(activation="relu"), torch.randn(3, 128)
+    ids = torch.tensor([[0, 1, 2], [2, 3, -1], [1, 1, 0]])
+    gates, chunks = torch.rand(3, 3), torch.tensor([[4, 0, 8], [3, 5, 7], [1, 2, 6]], dtype=torch.int32)
+    gates[1, 1:] = float("nan")
+    for own in (chunks, chunks.clamp(max=4)):
+        assert error(ffn(x, ids, gates, own, *layer), x, ids, gates.nan_to_num(0), own, layer) < ERROR
+    chunks[1, 0] = 0
+    assert not ffn(x[1:2], ids[1:2], gates[1:2], chunks[1:2], *layer).any()
+
+
+@pytest.mark.parametrize("group, width", [(64, 128), (-1, 128), pytest.param(128, 256, marks=pytest.mark.slow)])
+def test_groups_of_more_inputs(ffn, block, group, width):
+    layer, x = block(group=group, hidden=width, inner=width), torch.randn(2, width)
+    ids, gates = torch.tensor([[0, 2], [1, 2]]), torch.rand(2, 2)
+    chunks = torch.tensor([[7, 2], [4, 3]], dtype=torch.int32)
+    assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("planes, held", [(2, 8), (4, 5), (5, 8)])
+def test_weights_of_fewer_planes(ffn, bits_on_cpu, block, monkeypatch, planes, held):
+    """With room in shared memory for numbers, or for no more than the planes."""
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer, x, ids = block(planes=planes, activation="gelu"), torch.randn(1, 128), torch.tensor([[2, 0]])
+    gates, chunks = torch.rand(1, 2), torch.tensor([[planes, 2]], dtype=torch.int64)
+    assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 3)])
+def test_widths_that_are_no_whole_pieces(ffn, block, random_pairs, hidden, inner, active):
+    """Odd numbers of groups of 128, and more pieces than warps."""
+    layer = block(hidden=hidden, inner=inner, activation="silu", bias=False)
+    (ids, gates, _), chunks = random_pairs(1, active, 3), torch.tensor([[5, 2, 8][:active]], dtype=torch.int32)
+    x = torch.randn(1, hidden)
+    assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+def test_nearly_constant_groups(ffn, block):
+    """Code 0 is scale 0, with any offset; every offset step, and inputs that all add up."""
+    layer, x = block(activation="relu"), torch.rand(1, 128) + 1
+    for weight in (layer[0], layer[2]):
+        weight.scales[0].view(-1)[::3] = 0
+        weight.offset.view(-1).copy_(torch.arange(weight.offset.numel()) % 256 - 128)
+    ids, gates, chunks = torch.tensor([[1, 0]]), torch.rand(1, 2), torch.tensor([[8, 3]], dtype=torch.int32)
+    assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
+
+
+def test_a_number_that_is_none_stays_in_its_token(ffn, block):
+    layer, x, ids = block(activation="silu"), torch.randn(2, 128), torch.tensor([[2], [1]])
+    gates, chunks = torch.rand(2, 1), torch.full((2, 1), 3, dtype=torch.int32)
+    x[1, 50] = float("nan")
+    found = ffn(x, ids, gates, chunks, *layer)
+    assert found[1].isnan().all() and error(found[:1], x[:1], ids[:1], gates[:1], chunks[:1], layer) < ERROR
+
+
+def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded):
+    """Also where the last group stands alone, and warps have different groups."""
+    weight, rows = random_encoded(2, 64, 640, 32, 3, tied=True), torch.randn(4, 640)
+    ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
+    _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
+    found = torch.zeros(2, 4, 64)
+    for given, out in zip((rows, bits_on_cpu._cut_rows(rows, weight)), found, strict=True):
+        bits_on_cpu._group(given, by, weight, None, out, 1, "", along=1, tiles=4, programs=4, ahead=True)
+    assert torch.equal(*found)
+    expected = grouped.expert_matmul(rows.view(2, 2, 640).double(), ids, chunks, weight, None).flatten(0, 1)
+    assert float((found[0] - expected).norm() / expected.norm()) < ERROR
+
+
+@pytest.mark.parametrize("held", [8, pytest.param(3, marks=pytest.mark.slow)])
+def test_pairs_of_an_expert_that_read_more_or_fewer_planes(bits_on_cpu, block, monkeypatch, held):
+    """What one pair reads beyond another does not reach it."""
+    monkeypatch.setattr(bits_on_cpu, "FEW", 0)
+    monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
+    layer, x, ids = block(experts=2, activation="relu"), torch.randn(6, 128), torch.tensor([[0], [0], [1], [0], [1], [0]])
+    gates, chunks = torch.rand(6, 1), torch.tensor([[1], [8], [3], [0], [2], [5]], dtype=torch.int32)
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
+    assert not found[3].any()
+    for t in (0, 1, 2, 4, 5):
+        own = slice(t, t + 1)
+        assert error(found[own], x[own], ids[own], gates[own], chunks[own], layer) < ERROR
+
+
+def test_a_token_alone_and_among_others(ffn, block):
+    """The same bits, whoever shares its experts."""
+    layer, x = block(experts=2, activation="relu", planes=5), torch.randn(2, 128)
+    ids, gates = torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
+    chunks = torch.tensor([[2, 5], [4, 3]], dtype=torch.int32)
+    whole = ffn(x, ids, gates, chunks, *layer)
+    for t in range(2):
+        some = slice(t, t + 1)
+        assert torch.equal(ffn(x[some], ids[some], gates[some], chunks[some], *layer), whole[some])
