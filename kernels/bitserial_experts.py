@@ -182,17 +182,15 @@ class Order:
 def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, source) -> tuple[Tensor, Order]:
     """Rows of x cut into bits, int32 [T, .], and the pairs in order; with a source of k chunks is written on the way."""
     (tokens, active), experts, pairs, device = ids.shape, up.offset.shape[0], ids.numel(), x.device
-    by_expert = pairs >= experts
-    some = max(1, 2 * triton.next_power_of_2(experts) // triton.next_power_of_2(tokens)) if by_expert else 0
     bits = torch.empty(tokens, 256 * pieces_of(up.in_features, 1), dtype=torch.int32, device=device)
     order, planes = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
-    entries = torch.empty(experts if by_expert else pairs, 4, dtype=torch.int32, device=device)
+    entries = torch.empty(min(experts, pairs), 4, dtype=torch.int32, device=device)
     parts = pieces_of(up.in_features, WARPS)
     tables, strides, rule = rule_of(source, chunks)
     order_kernel[(tokens, parts + 1)](
         x, bits, ids, chunks, *tables[:4], order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
         *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
-        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), SOME=some, PARTS=parts, NW=WARPS, TIED=tied_group(up),
+        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
         **_launch(device, WARPS),
     )  # fmt: skip
     return bits, Order(order, planes, entries)

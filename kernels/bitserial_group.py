@@ -192,7 +192,7 @@ def _shared_pairs(
 
 @gluon.jit
 def _entry(entry, NW: gl.constexpr):
-    """Expert, where its pairs begin and end, planes of the first or 0: four numbers by one load."""
+    """Expert, where its pairs begin and end, planes of the first: four numbers by one load."""
     place = gl.arange(0, 4, gl.BlockedLayout([4], [32], [NW], [0]))
     found, four = gl.load(entry + place), ()
     for i in gl.static_range(4):
@@ -202,9 +202,9 @@ def _entry(entry, NW: gl.constexpr):
 
 @gluon.jit
 def _most(ks, begin, end, first, NW: gl.constexpr):
-    """The most planes of an expert's pairs; first: those of the first pair, or 0 where they are not known."""
+    """The most planes of an expert's pairs; first: those of the first pair."""
     most = first
-    if (most == 0) | (begin + 1 < end):
+    if begin + 1 < end:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [NW], [0]))
         for n in range(begin, end, 32):
             most = gl.maximum(most, gl.max(gl.load(ks + n + lane, mask=n + lane < end, other=0), 0))

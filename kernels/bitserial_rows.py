@@ -21,11 +21,12 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexp
     layout: gl.constexpr = lane_layout(NW)
     lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-    pair = part * NW + lane // 32
+    pair, values = part * NW + lane // 32, ()
     for group in gl.static_range(2):
         at = pair * 256 + 128 * group + input_of(lane % 32 // 4, lane % 4, register, TIED)
-        value = gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32)
-        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(value, TIED), mask=pair * 256 < IN)
+        values = values + (gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32),)
+    for group in gl.static_range(2):
+        gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(values[group], TIED), mask=pair * 256 < IN)
 
 
 @gluon.jit
@@ -43,38 +44,47 @@ def _ranks(
     ids, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr, P: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Of a token's slots: how many pairs have a smaller expert, how many the same, how many of those come before; int32 [N]."""
+    """Of a token's slots: how many pairs have a smaller expert, how many the same, how many of those come before; int32 [N].
+
+    Then how many experts the tokens before have.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
     slot = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
     other = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
     own = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
     key = gl.load(ids + (other // A).to(gl.int64) * ids_token + other % A * ids_slot, mask=other < pairs, other=E)
     own, key = gl.where(is_held(own, E), own, E).to(gl.int32), gl.where(is_held(key, E), key, E).to(gl.int32)
-    there = other < pairs
+    there, first = other < pairs, token.to(gl.int32) * A
     less = gl.sum((there & (key < own)).to(gl.int32), 1)
     same = gl.sum((there & (key == own)).to(gl.int32), 1)
-    before = gl.sum((there & (key == own) & (other < token.to(gl.int32) * A + slot)).to(gl.int32), 1)
-    to: gl.constexpr = gl.SliceLayout(0, square_layout(N, NW))
-    return gl.convert_layout(less, to), gl.convert_layout(same, to), gl.convert_layout(before, to)
+    before = gl.sum((there & (key == own) & (other < first + slot)).to(gl.int32), 1)
+    experts = _different(gl.where(other < first, key, E), E, layout)
+    # in one number, so that warps exchange it at once
+    packed = less.to(gl.int64) | (same.to(gl.int64) << 20) | (before.to(gl.int64) << 40)
+    packed = gl.convert_layout(packed, gl.SliceLayout(0, square_layout(N, NW)))
+    return (packed & 0xFFFFF).to(gl.int32), ((packed >> 20) & 0xFFFFF).to(gl.int32), (packed >> 40).to(gl.int32), experts
+
+
+@gluon.constexpr_function
+def words_of(E):
+    """Words of 32 bits, a power of two, that have a bit for each of E numbers."""
+    return 1 << ((E - 1) // 32).bit_length()
 
 
 @gluon.jit
-def _experts(
-    ids, entries, first, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, SOME: gl.constexpr,
-    P: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Write the entries of SOME experts from `first` on: where the pairs of each begin and end."""
-    layout: gl.constexpr = gl.BlockedLayout([1, max(1, P // 32)], [1, 32], [NW, 1], [1, 0])
-    expert = first + gl.arange(0, SOME, gl.SliceLayout(1, layout))
-    other = gl.arange(0, P, gl.SliceLayout(0, layout))[None, :]
-    key = gl.load(ids + (other // A).to(gl.int64) * ids_token + other % A * ids_slot, mask=other < pairs, other=E)
-    key = gl.where(is_held(key, E), key, E).to(gl.int32)
-    less = gl.sum(((other < pairs) & (key < expert[:, None])).to(gl.int32), 1)
-    same = gl.sum(((other < pairs) & (key == expert[:, None])).to(gl.int32), 1)
-    gl.store(entries + 4 * expert, expert, mask=expert < E)
-    gl.store(entries + 4 * expert + 1, less, mask=expert < E)
-    gl.store(entries + 4 * expert + 2, less + same, mask=expert < E)
-    gl.store(entries + 4 * expert + 3, expert * 0, mask=expert < E)
+def _different(key, E: gl.constexpr, layout: gl.constexpr):
+    """How many numbers below E are among key, int32 [1, P] in this layout."""
+    word = gl.arange(0, words_of(E), gl.SliceLayout(1, layout))[:, None]
+    seen = gl.reduce_or(gl.where((key < E) & (key // 32 == word), 1 << key % 32, 0), 1)[:, None]
+    return gl.sum(gl.sum(seen >> gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :] & 1, 1), 0)
+
+
+@gluon.jit
+def _before(flags, N: gl.constexpr, NW: gl.constexpr):
+    """Of each slot: how many before it are marked; flags int32 [N], along the second dimension of `square_layout`."""
+    layout: gl.constexpr = square_layout(N, NW)
+    slot, rival = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :], gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
+    return gl.sum(gl.where(rival < slot, gl.convert_layout(flags, gl.SliceLayout(1, layout))[:, None], 0), 0)
 
 
 @gluon.jit
@@ -82,14 +92,14 @@ def order_kernel(
     x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, SOME: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr,
-    TIED: gl.constexpr, PDL: gl.constexpr,
+    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
-    order, ks int32 [P]: pairs by expert, and their planes. entries int32 [., 4]: an expert, where its pairs begin and end,
-    planes of the first (or 0). SOME = 0: entry n for the n-th pair in order, empty if the one before has the same expert;
-    else one for each expert, of which each token writes SOME.
+    order, ks int32 [pairs]: pairs by expert, and their planes. entries int32 [E or pairs, 4], the fewer: an expert, where its
+    pairs begin and end, planes of the first. They stand in the order in which experts first occur, so that those of many pairs
+    tend to be early; each pair whose expert has an entry already leaves an empty one, the first such pair at the very end.
     """
     if PDL:
         gdc_wait()
@@ -105,16 +115,16 @@ def order_kernel(
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
             gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
-        less, same, before = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
-        place = less + before
-        gl.store(order + place, token.to(gl.int32) * A + slot, mask=slot < A)
+        expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+        less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
+        place, number = less + before, token.to(gl.int32) * A + slot
+        gl.store(order + place, number, mask=slot < A)
         gl.store(ks + place, k, mask=slot < A)
-        if SOME == 0:
-            expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
-            first = is_held(expert, E) & (before == 0)
-            gl.store(entries + 4 * place, gl.where(first, expert, 0).to(gl.int32), mask=slot < A)
-            gl.store(entries + 4 * place + 1, less, mask=slot < A)
-            gl.store(entries + 4 * place + 2, gl.where(first, less + same, less), mask=slot < A)
-            gl.store(entries + 4 * place + 3, k, mask=slot < A)
-        else:
-            _experts(ids, entries, token.to(gl.int32) * SOME, pairs, ids_token, ids_slot, A, E, SOME, P, NW)
+        first = is_held(expert, E) & (before == 0)
+        entry = experts + _before(first.to(gl.int32), N, NW)
+        entry = gl.where(first, entry, pairs - 1 - number + entry)
+        there = (slot < A) & (entry < E)
+        gl.store(entries + 4 * entry, gl.where(first, expert, 0).to(gl.int32), mask=there)
+        gl.store(entries + 4 * entry + 1, less, mask=there)
+        gl.store(entries + 4 * entry + 2, gl.where(first, less + same, less), mask=there)
+        gl.store(entries + 4 * entry + 3, k, mask=there)

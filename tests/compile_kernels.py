@@ -321,7 +321,7 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "SOME", "OUT", "CUT")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "P", "OUT", "CUT")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 

@@ -41,7 +41,10 @@ def test_rows_of_any_stride(bits_on_cpu, random_encoded, inputs):
 @pytest.mark.parametrize("experts", [2, 5, 48, 130])
 @pytest.mark.parametrize("tokens, active", [(1, 16), (3, 10), (7, 6), (24, 2), (40, 1)])
 def test_pairs_in_the_order_of_their_experts(bits_on_cpu, random_encoded, experts, tokens, active):
-    """Each expert's pairs stand together, in their own order, once, with their planes; padding stands in no entry."""
+    """Each expert's pairs stand together, in their own order, once, with their planes; padding stands in no entry.
+
+    Experts stand in the order in which they first occur, empty entries behind them.
+    """
     random = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, experts + 1, (tokens, active), generator=random)
     ids = torch.where(ids == experts, 2**40, ids)
@@ -49,12 +52,14 @@ def test_pairs_in_the_order_of_their_experts(bits_on_cpu, random_encoded, expert
     _, by = bits_on_cpu.order_pairs(torch.randn(tokens, 128), ids, chunks, random_encoded(experts, 64, 128, 128, 2), None)
     flat, k = ids.flatten(), chunks.flatten()
     seen = []
-    for expert, begin, end, _ in by.entries.tolist():
+    assert len(by.entries) == min(experts, tokens * active)
+    for expert, begin, end, first in by.entries.tolist():
         if begin < end:
             assert by.pairs[begin:end].tolist() == (flat == expert).nonzero().flatten().tolist()
-            assert torch.equal(by.planes[begin:end], k[flat == expert])
+            assert torch.equal(by.planes[begin:end], k[flat == expert]) and first == by.planes[begin]
             seen.append(expert)
-    assert sorted(seen) == [expert for expert in flat.unique().tolist() if 0 <= expert < experts]
+    assert seen == [expert for expert in dict.fromkeys(flat.tolist()) if 0 <= expert < experts]
+    assert (by.entries[: len(seen), 1] < by.entries[: len(seen), 2]).all()
     assert by.pairs.sort().values.tolist() == list(range(tokens * active))
     assert not by.planes[(flat[by.pairs.long()] < 0) | (flat[by.pairs.long()] >= experts)].any()
 
