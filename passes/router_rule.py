@@ -40,7 +40,8 @@ def value_of(node: fx.Node) -> object:
     return node.meta.get("example_value")
 
 
-def name_of(node: fx.Node) -> str:
+def callee(node: fx.Node) -> str:
+    """Name of the function or method that a node of Dynamo's calls, `output` or `placeholder` of one that calls nothing."""
     if node.op in ("output", "placeholder"):
         return node.op
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -109,7 +110,7 @@ def _alone(gm: fx.GraphModule, router: Router) -> fx.GraphModule:
     for node in (router.logits, *router.leaves):
         made[node] = graph.placeholder(node.name)
     for node in router.inner:
-        if name_of(node) == "type_as":
+        if callee(node) == "type_as":
             made[node] = graph.call_method("to", (made[node.args[0]], value_of(node).dtype))
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
