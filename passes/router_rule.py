@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from dpamoe.kernels import routing
 from dpamoe.kernels.routing import Rule
+from dpamoe.passes.fuse import is_ours
 
 LEAST_SUM = 1e-6  # of the scores of the chosen: less, and what keeps a sum from 0 shows
 ROWS = 256  # tokens by which a rule is found, at least a quarter of them without equal scores
@@ -32,7 +33,7 @@ class Router:
     def ordered(self) -> bool:
         """Whether anybody but our ops, to whom the order of the chosen is nothing, reads ids or gates."""
         others = {user for node in (self.ids, self.gates) for user in node.users} - set(self.inner)
-        return not all(str(user.target).startswith("dpamoe") for user in others)
+        return not all(is_ours(user) for user in others)
 
 
 def value_of(node: fx.Node) -> object:

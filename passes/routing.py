@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 import dpamoe.kernels.router_ops  # noqa: F401  registers torch.ops.dpamoe.route
 from dpamoe.kernels.routing import Rule
-from dpamoe.passes.fuse import widened
+from dpamoe.passes.fuse import is_ours, widened
 from dpamoe.passes.router_rule import Router, callee, find_rule, sizes_of, value_of
 
 ops = torch.ops.dpamoe
@@ -136,7 +136,7 @@ def _is_alone(router: Router) -> bool:
     for node in (*router.inner, router.logits, *router.leaves):
         others = [user for user in node.users if user not in inner]
         if node in last:
-            others = [user for user in others if not str(user.target).startswith("dpamoe") and callee(user) not in FOLLOWING]
+            others = [user for user in others if not is_ours(user) and callee(user) not in FOLLOWING]
         elif node is router.logits:
             others = [user for user in others if user.op != "output"]
         if others or (node not in inner and any(callee(u) in IN_PLACE and u.args[0] is node for u in node.users)):
