@@ -4,7 +4,7 @@ Layers are read in turn, so that no cache holds the next one. On CUDA each is co
 counter included, and replayed as a CUDA graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ TOKENS = (1, 8, 64, 512, 2048)
 BASELINES = ("grouped_mm", "batched_mm")
 BARE = "bare_grouped_mm"  # the two matmuls and what is between them: no sorting, gathering or weighted sum
 GATHERS = "batched_mm"  # copies the weights of every pair, so its memory grows with the tokens
+ROOM = ("10000", "2.375", "threshold-skip by token", "prefill", "100000.0", "10000.00", "10000", "100%")  # of a table's cells
 SPENDS = (("dpa", "token"), ("dpa", "dispatch"), ("uniform", "token"), ("threshold-skip", "token"))
 
 
@@ -40,9 +41,10 @@ def check_baselines(names: Sequence[str]) -> None:
 def bench_layers(
     source: str, device: torch.device, spec: EncodeSpec, budgets: Sequence[float], tokens: Sequence[int] = TOKENS,
     baselines: Sequence[str] = BASELINES, changes: dict | None = None,
-) -> dict:  # fmt: skip
-    """Time every distinct layer shape of a model; the object of `dpamoe bench --mode layer --json`.
+) -> Iterator[dict]:  # fmt: skip
+    """Time every distinct layer shape of a model; the object of `dpamoe bench --mode layer --json`, after all that is added.
 
+    It is the same object every time, `complete` the last time. Baselines come first, since each row stands beside them.
     Raises ValueError for a model without routed experts, an unknown baseline or a budget out of range.
     """
     check_baselines(baselines)
@@ -50,38 +52,43 @@ def bench_layers(
         check_budget(budget, spec.k_min, spec.k_max)
     model, sites = synthetic.with_sites(synthetic.read_config(source, changes), spec)
     copied = measure.copy_bandwidth(device)
-    shapes = []
+    facts = {"mode": "layer", "model": source, **measure.facts(device), "copy_gb_per_s": copied / 1e9}
+    outcome = {**facts, "complete": False, "shapes": []}
     for site in synthetic.distinct(sites):
+        shape = {"shape": layer_shape(site, spec).key, "path": site.path, "baseline_us": {}, "rows": []}
+        outcome["shapes"].append(shape)
+        for count, times in _plain_times(model, site, tokens, baselines, device):
+            shape["baseline_us"][str(count)] = times
+            yield outcome
+        measure.release(device)
         layers = build_layers(site, spec, device)
-        described = {"shape": layer_shape(site, spec).key, "path": site.path, "layers": len(layers)}
-        rows = _encoded_rows(layers, budgets, tokens, copied, device)
+        shape["layers"] = len(layers)
+        for row in _encoded_rows(layers, budgets, tokens, copied, device):
+            row["baseline_us"] = shape["baseline_us"].get(str(row["tokens"]), {})
+            row["speedup"] = {name: us and us / row["us"] for name, us in row["baseline_us"].items()}
+            shape["rows"].append(row)
+            yield outcome
         del layers
         measure.release(device)
-        plain = _plain_times(model, site, tokens, baselines, device)
-        for row in rows:
-            row["baseline_us"] = plain[row["tokens"]]
-            row["speedup"] = {name: us and us / row["us"] for name, us in row["baseline_us"].items()}
-        shapes.append({**described, "rows": rows})
-        measure.release(device)
-    return {"mode": "layer", "model": source, **measure.facts(device), "copy_gb_per_s": copied / 1e9, "shapes": shapes}
+    outcome["complete"] = True
+    yield outcome
 
 
 def _encoded_rows(
     layers: list[EncodedExperts], budgets: Sequence[float], tokens: Sequence[int], copied: float, device: torch.device
-) -> list[dict]:
+) -> Iterator[dict]:
+    """A row for every batch size, way to spend and budget, the largest budget first."""
     for seed, layer in enumerate(layers):
         synthetic.weigh(layer, device, seed)
-    jobs = [(count, *spend) for spend in SPENDS for count in tokens]
-    rows = []
+    jobs = [(count, *spend) for count in tokens for spend in SPENDS]
     for count, allocation, scope in track(jobs, "bench", lambda job: f"{job[0]} tokens, {job[1]} by {job[2]}"):
         run = _compiled(device)
         inputs = [synthetic.routing(layers[0].site, count, device, seed) for seed in range(len(layers))]
-        for budget in budgets:
+        for budget in sorted(budgets, reverse=True):
             for layer in layers:
                 layer.set_spend(_spend(budget, allocation, scope))
-            rows.append({"tokens": count, "budget": budget, "allocation": allocation, "scope": scope})
-            rows[-1] |= _timed(layers, inputs, run, copied, device)
-    return sorted(rows, key=lambda row: (row["tokens"], -row["budget"]))
+            spent = {"tokens": count, "budget": budget, "allocation": allocation, "scope": scope}
+            yield spent | _timed(layers, inputs, run, copied, device)
 
 
 def _spend(budget: float, allocation: str, scope: str) -> SpendSpec:
@@ -135,28 +142,26 @@ def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:
     return round(plane * int(longest.sum()) + fixed * int((longest > 0).sum()))
 
 
+@torch.no_grad()
 def _plain_times(
     model: nn.Module, site: Site, tokens: Sequence[int], names: Sequence[str], device: torch.device
-) -> dict[int, dict[str, float | None]]:
-    """µs of bf16 experts by tokens and implementation; None where one needs more memory than there is."""
-    times: dict[int, dict[str, float | None]] = {count: {} for count in tokens}
+) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """Tokens, and µs of bf16 experts by implementation; None where one needs more memory than there is."""
     if not names:
-        return times
+        return
     layers = [
         synthetic.plain_layer(model, site, device, names[0], seed)
         for seed in range(measure.copies(2 * site.weights, device))
     ]  # fmt: skip
-    with torch.no_grad():
-        for count in track(tokens, "baselines", lambda count: f"{count} tokens"):
-            inputs = [synthetic.routing(site, count, device, seed) for seed in range(len(layers))]
-            touched = inputs[0][1].unique().numel() / site.experts
-            few = min(len(layers), measure.enough(2 * site.weights * touched, device))
-            for name in names:
-                times[count][name] = _plain_time(layers[:few], inputs, name, site, device)
-            if "grouped_mm" in names:
-                calls = [bare_grouped_mm(layer, site, *given[:2]) for layer, given in zip(layers[:few], inputs, strict=False)]
-                times[count][BARE] = measure.microseconds(calls, device)
-    return times
+    for count in track(tokens, "baselines", lambda count: f"{count} tokens"):
+        inputs = [synthetic.routing(site, count, device, seed) for seed in range(len(layers))]
+        touched = inputs[0][1].unique().numel() / site.experts
+        few = min(len(layers), measure.enough(2 * site.weights * touched, device))
+        times = {name: _plain_time(layers[:few], inputs, name, site, device) for name in names}
+        if "grouped_mm" in names:
+            calls = [bare_grouped_mm(layer, site, *given[:2]) for layer, given in zip(layers[:few], inputs, strict=False)]
+            times[BARE] = measure.microseconds(calls, device)
+        yield count, times
 
 
 def _plain_time(layers: list[nn.Module], inputs: list[tuple], name: str, site: Site, device: torch.device) -> float | None:
@@ -189,9 +194,9 @@ def bare_grouped_mm(experts: nn.Module, site: Site, hidden: Tensor, index: Tenso
 
 
 def table(outcome: dict) -> str:
-    """Each shape's rows as text."""
+    """The rows of each shape that has some as text; what is measured later is added below."""
     lines = [measure.heading(outcome), f"a copy moves {outcome['copy_gb_per_s']:.0f} GB/s; × is the baseline's time over ours"]
-    for shape in outcome["shapes"]:
+    for shape in filter(lambda shape: shape["rows"], outcome["shapes"]):
         names = list(shape["rows"][0]["speedup"])
         head = ("tokens", "k̄", "allocation", "path", "µs", "MB read", "GB/s", "of copy", *(f"× {name}" for name in names))
         rows = [
@@ -204,6 +209,6 @@ def table(outcome: dict) -> str:
         ]  # fmt: skip
         lines += [
             f"{shape['path']} ({shape['shape']}), {shape['layers']} layers in turn, per layer:",
-            tables.aligned(head, rows),
+            tables.growing(head, rows, [(*ROOM, *("100.00" for _ in names))]),
         ]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ replayed as a CUDA graph. Only one model is in memory at a time.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -29,9 +29,10 @@ def bench_model(
     source: str, device: torch.device, spec: EncodeSpec, budgets: Sequence[float], prompts: Sequence[int] = PROMPTS,
     new_tokens: int = NEW_TOKENS, baselines: Sequence[str] = BASELINES[:1], baselines_first: bool = False,
     changes: dict | None = None,
-) -> dict:  # fmt: skip
-    """Build, time and free the encoded model, then each baseline, or the other way round; `dpamoe bench --mode model --json`.
+) -> Iterator[dict]:  # fmt: skip
+    """Build, time and free the encoded model, then each baseline, or the other way round.
 
+    Yields the object of `dpamoe bench --mode model --json` after every row: the same object, `complete` the last time.
     Raises ValueError for a model without routed experts, an unknown baseline or a budget out of range.
     """
     check_baselines(baselines)
@@ -39,22 +40,33 @@ def bench_model(
         check_budget(budget, spec.k_min, spec.k_max)
     config = synthetic.read_config(source, changes)
     jobs = [*baselines, OURS] if baselines_first else [OURS, *baselines]
-    rows, (_, sites) = [], synthetic.with_sites(config, spec)
-    for name in track(jobs, "bench", str):
-        rows += _job(name, config, sites, spec, budgets, prompts, new_tokens, device)
-        measure.release(device)
-    own = [row for row in rows if row["model"] == OURS]
-    for row in own:
-        others = [other for other in rows if other["model"] != OURS]
-        row["speedup"] = {other["model"]: row["tokens_per_second"] / other["tokens_per_second"] for other in others}
+    _, sites = synthetic.with_sites(config, spec)
     described = {"sites": len(sites), "context": prompts[0], "new_tokens": new_tokens, "compiled": device.type == "cuda"}
-    return {"mode": "model", "model": source, **measure.facts(device), **described, "rows": rows}
+    facts = {"mode": "model", "model": source, **measure.facts(device), **described, "baselines": list(baselines)}
+    outcome = {**facts, "complete": False, "rows": []}
+    for name in track(jobs, "bench", str):
+        for row in _job(name, config, sites, spec, budgets, prompts, new_tokens, device):
+            outcome["rows"].append(row)
+            _compare(outcome["rows"])
+            yield outcome
+        measure.release(device)
+    outcome["complete"] = True
+    yield outcome
 
 
+def _compare(rows: list[dict]) -> None:
+    """Put beside each of our rows its speed over every baseline that is measured by now."""
+    others = [row for row in rows if row["model"] != OURS]
+    for row in rows:
+        if row["model"] == OURS:
+            row["speedup"] = {other["model"]: row["tokens_per_second"] / other["tokens_per_second"] for other in others}
+
+
+@torch.no_grad()
 def _job(
     name: str, config, sites: list[Site], spec: EncodeSpec, budgets: Sequence[float], prompts: Sequence[int], new_tokens: int,
     device: torch.device,
-) -> list[dict]:  # fmt: skip
+) -> Iterator[dict]:  # fmt: skip
     """Build one model, time it (at every budget), and drop it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -62,16 +74,13 @@ def _job(
     model = synthetic.encoded_model(config, sites, spec, device) if encoded else synthetic.plain_model(config, device, name)
     held = {"weight_bytes": measure.held_bytes(model), "memory_bytes": _allocated(device)}
     timer = Timer(model, decoding_step(model, encoded, device), device)
-    rows = []
-    with torch.no_grad():
-        for budget in budgets if encoded else [None]:
-            if budget is not None:
-                api.set_budget(model, budget)
-            first = {str(count): _first_token(timer, name, sites, count) for count in prompts}
-            speed = timer.tokens_per_second(prompts[0], new_tokens)
-            row = {"model": name, "budget": budget, "tokens_per_second": speed, "ms_per_token": 1e3 / speed, "ttft_ms": first}
-            rows.append({**row, **held, "peak_bytes": _peak(device)})
-    return rows
+    for budget in budgets if encoded else [None]:
+        if budget is not None:
+            api.set_budget(model, budget)
+        first = {str(count): _first_token(timer, name, sites, count) for count in prompts}
+        speed = timer.tokens_per_second(prompts[0], new_tokens)
+        row = {"model": name, "budget": budget, "tokens_per_second": speed, "ms_per_token": 1e3 / speed, "ttft_ms": first}
+        yield {**row, **held, "peak_bytes": _peak(device)}
 
 
 def _first_token(timer: "Timer", name: str, sites: list[Site], count: int) -> float | None:
@@ -152,24 +161,40 @@ def _peak(device: torch.device) -> int | None:
 
 
 def table(outcome: dict) -> str:
-    """The rows as text."""
-    prompts = list(outcome["rows"][0]["ttft_ms"])
-    names = sorted({name for row in outcome["rows"] for name in row.get("speedup", {})})
-    head = (
-        "experts", "k̄", "tok/s", "ms/token", *(f"first of {count}, ms" for count in prompts),
-        "weights GB", "held GB", "peak GB", *(f"× {name}" for name in names),
-    )  # fmt: skip
-    rows = [
-        (
-            row["model"], tables.cell(row["budget"], "g"), f"{row['tokens_per_second']:.1f}", f"{row['ms_per_token']:.2f}",
-            *(tables.cell(row["ttft_ms"][count], ".1f") for count in prompts),
-            *(tables.cell(row[key] and row[key] / 1e9, ".2f") for key in ("weight_bytes", "memory_bytes", "peak_bytes")),
-            *(tables.cell(row.get("speedup", {}).get(name), ".2f") for name in names),
-        )
-        for row in outcome["rows"]
-    ]  # fmt: skip
+    """The rows as text, each as it was when it was measured; those that stand before a baseline come once more at the end."""
     note = "compiled, CUDA graphs" if outcome["compiled"] else "not compiled"
     decoding = f"decoding of {outcome['new_tokens']} tokens behind {outcome['context']}, {note}; prompts not compiled"
-    return "\n".join(
-        [measure.heading(outcome), f"{outcome['sites']} layers of experts, batch 1; {decoding}", tables.aligned(head, rows)]
-    )
+    lines = [measure.heading(outcome), f"{outcome['sites']} layers of experts, batch 1; {decoding}"]
+    rows, names = outcome["rows"], outcome["baselines"]
+    if not rows:
+        return "\n".join(lines)
+    before = [[row["model"] for row in rows[:position]] for position in range(len(rows))]
+    lines.append(_columns(outcome, [_cells(row, names, known) for row, known in zip(rows, before, strict=True)]))
+    late = [row for row, known in zip(rows, before, strict=True) if row["model"] == OURS and not {*names} <= {*known}]
+    if outcome["complete"] and late:
+        lines += [
+            "beside the baselines, measured later:",
+            _columns(outcome, [_cells(row, names, names) for row in late]),
+        ]
+    return "\n".join(lines)
+
+
+def _columns(outcome: dict, rows: list[list[str]]) -> str:
+    prompts, names = outcome["rows"][0]["ttft_ms"], outcome["baselines"]
+    head = [
+        "experts", "k̄", "tok/s", "ms/token", *(f"first of {count}, ms" for count in prompts),
+        "weights GB", "held GB", "peak GB", *(f"× {name}" for name in names),
+    ]  # fmt: skip
+    numbers = ["2.375", "10000.0", "1000.00", *("10000.0" for _ in prompts), *["1000.00"] * 3, *("100.00" for _ in names)]
+    return tables.growing(head, rows, [[name, *numbers] for name in (OURS, *names)])
+
+
+def _cells(row: dict, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """One line; names: all baselines, known: those that are compared with."""
+    speedup = {name: factor for name, factor in row.get("speedup", {}).items() if name in known}
+    return [
+        row["model"], tables.cell(row["budget"], "g"), f"{row['tokens_per_second']:.1f}", f"{row['ms_per_token']:.2f}",
+        *(tables.cell(ms, ".1f") for ms in row["ttft_ms"].values()),
+        *(tables.cell(row[key] and row[key] / 1e9, ".2f") for key in ("weight_bytes", "memory_bytes", "peak_bytes")),
+        *(tables.cell(speedup.get(name), ".2f") for name in names),
+    ]  # fmt: skip

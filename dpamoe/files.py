@@ -16,6 +16,14 @@ def write_json(file: Path, content: dict) -> None:
         partial.unlink(missing_ok=True)
 
 
+def check_place(file: Path) -> None:
+    """Raise ValueError unless a file can be written there: its folder exists, and no folder has its name."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"folder {file.absolute().parent}, which should hold {file.name}, does not exist: make it first")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: give the name of a file")
+
+
 def read_json(file: Path, remedy: str) -> dict:
     """The object in a JSON file; ValueError, which ends with the remedy, if the file holds none."""
     try:

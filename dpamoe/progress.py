@@ -30,3 +30,9 @@ def track(items: Iterable[Item], label: str, name: Callable[[Item], str] = str, 
         spent, last = now - start, now
         left = "" if total is None else f", {spent / done * (total - done):.0f} s left"
         logger.info("%s %d/%s %s (%.1f s%s)", label, done, "?" if total is None else total, name(item), spent, left)
+
+
+def say(lines: str) -> None:
+    """Print lines on stdout at once; a bar on the same terminal goes on below them."""
+    with tqdm.external_write_mode():
+        print(lines, flush=True)

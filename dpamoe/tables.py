@@ -16,8 +16,13 @@ def cell(value: float | None, form: str) -> str:
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Right-aligned columns under a rule."""
+    return growing(head, rows, rows)
+
+
+def growing(head: Sequence[str], rows: Sequence[Sequence[str]], room: Sequence[Sequence[str]]) -> str:
+    """The same as wide as `head` and the cells of `room`, so that further rows move no line that is printed already."""
     lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    widths = [max(len(line[column]) for line in (head, *room)) for column in range(len(head))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 

@@ -11,7 +11,7 @@ import warnings
 from torch import Tensor, fx, nn
 
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
-from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
+from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation, is_ours
 from dpamoe.passes.plain import encode_regions
 from dpamoe.passes.routing import fuse_routing
 from dpamoe.spec import EncodeSpec, check_budget
@@ -75,7 +75,7 @@ def _encode(gm: fx.GraphModule, example_inputs: list, budget: float = 4.0, resid
 
 
 def _has_ops(gm: fx.GraphModule) -> bool:
-    return any(node.op == "call_function" and str(node.target).startswith("dpamoe") for node in gm.graph.nodes)
+    return any(map(is_ours, gm.graph.nodes))
 
 
 def _stacked(gm: fx.GraphModule, example_inputs: list) -> bool:

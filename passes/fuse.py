@@ -101,5 +101,10 @@ def widened(node: fx.Node) -> fx.Node | None:
     return source if widens and before.is_floating_point() == after.is_floating_point() else None
 
 
+def is_ours(node: fx.Node) -> bool:
+    """Whether a node calls an op of the namespace `dpamoe`."""
+    return node.op == "call_function" and str(node.target).startswith("dpamoe.")
+
+
 def _is(node: object, packet) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in (packet, packet.default)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from dpamoe.kernels import routing
 from dpamoe.kernels.routing import Rule
+from dpamoe.passes.fuse import is_ours
 
 LEAST_SUM = 1e-6  # of the scores of the chosen: less, and what keeps a sum from 0 shows
 ROWS = 256  # tokens by which a rule is found, at least a quarter of them without equal scores
@@ -32,7 +33,7 @@ class Router:
     def ordered(self) -> bool:
         """Whether anybody but our ops, to whom the order of the chosen is nothing, reads ids or gates."""
         others = {user for node in (self.ids, self.gates) for user in node.users} - set(self.inner)
-        return not all(str(user.target).startswith("dpamoe") for user in others)
+        return not all(is_ours(user) for user in others)
 
 
 def value_of(node: fx.Node) -> object:
@@ -40,7 +41,8 @@ def value_of(node: fx.Node) -> object:
     return node.meta.get("example_value")
 
 
-def name_of(node: fx.Node) -> str:
+def callee(node: fx.Node) -> str:
+    """Name of the function or method that a node of Dynamo's calls, `output` or `placeholder` of one that calls nothing."""
     if node.op in ("output", "placeholder"):
         return node.op
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -109,7 +111,7 @@ def _alone(gm: fx.GraphModule, router: Router) -> fx.GraphModule:
     for node in (router.logits, *router.leaves):
         made[node] = graph.placeholder(node.name)
     for node in router.inner:
-        if name_of(node) == "type_as":
+        if callee(node) == "type_as":
             made[node] = graph.call_method("to", (made[node.args[0]], value_of(node).dtype))
         else:
             made[node] = graph.node_copy(node, made.__getitem__)

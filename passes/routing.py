@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 import dpamoe.kernels.router_ops  # noqa: F401  registers torch.ops.dpamoe.route
 from dpamoe.kernels.routing import Rule
-from dpamoe.passes.fuse import widened
-from dpamoe.passes.router_rule import Router, find_rule, name_of, sizes_of, value_of
+from dpamoe.passes.fuse import is_ours, widened
+from dpamoe.passes.router_rule import Router, callee, find_rule, sizes_of, value_of
 
 ops = torch.ops.dpamoe
 MATMULS = {torch.nn.functional.linear, torch.matmul, torch.mm, torch.addmm, operator.matmul}
@@ -83,7 +83,7 @@ def _router(gm: fx.GraphModule, ids: fx.Node, gates: fx.Node) -> Router | None:
             if not _is_known(node) or len(inner) == MOST_NODES:
                 return None
             inner.add(node)
-            level += [*_read_by(node), *(user for user in node.users if name_of(user) in IN_PLACE and user.args[0] is node)]
+            level += [*_read_by(node), *(user for user in node.users if callee(user) in IN_PLACE and user.args[0] is node)]
     order = tuple(node for node in gm.graph.nodes if node in inner)
     logits = [node for node in ends if _is_matmul(node)]
     if len(logits) != 1 or not {ids, gates} <= inner:
@@ -102,12 +102,12 @@ def _is_matmul(node: fx.Node) -> bool:
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose numbers a node reads; of what it is only made like it reads none."""
-    return node.all_input_nodes[:1] if name_of(node) in ("type_as", "expand_as", "zeros_like") else node.all_input_nodes
+    return node.all_input_nodes[:1] if callee(node) in ("type_as", "expand_as", "zeros_like") else node.all_input_nodes
 
 
 def _is_known(node: fx.Node) -> bool:
     """Whether a router may be made of it; what works along rows works along the last dimension."""
-    name, numbers = name_of(node), [part for part in node.args[1:] if isinstance(part, int | float)]
+    name, numbers = callee(node), [part for part in node.args[1:] if isinstance(part, int | float)]
     if name in ALONG_ROWS:
         return _dimension(node, name) in (-1, _rank(node) - 1)
     if name == "clamp":  # from below, to keep a sum from 0
@@ -136,10 +136,10 @@ def _is_alone(router: Router) -> bool:
     for node in (*router.inner, router.logits, *router.leaves):
         others = [user for user in node.users if user not in inner]
         if node in last:
-            others = [user for user in others if not str(user.target).startswith("dpamoe") and name_of(user) not in FOLLOWING]
+            others = [user for user in others if not is_ours(user) and callee(user) not in FOLLOWING]
         elif node is router.logits:
             others = [user for user in others if user.op != "output"]
-        if others or (node not in inner and any(name_of(u) in IN_PLACE and u.args[0] is node for u in node.users)):
+        if others or (node not in inner and any(callee(u) in IN_PLACE and u.args[0] is node for u in node.users)):
             return False
     return True
 

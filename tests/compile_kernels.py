@@ -1,10 +1,11 @@
 """Compile the Triton kernels for a GPU that need not be here: `compile_kernels.py CARD SET`, one JSON object on stdout.
 
-CARD: compute capability times ten. SET: "decode", "prefill", "around" (sorting, reordering), "allocate", "encode", "route",
-"hopper", "some hopper" (three of them, of which instructions are counted), "bits", "few bits" (those for one token), "tied" (as
-"bits", with tied scales) or "all". Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of
-stack, which hold nothing but spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads
-stand before it first waits for copies; "hopper": also the most shared memory that its cut was chosen for.
+CARD: compute capability times ten. SET: "decode", "some decode" (one of each kernel), "prefill", "around" (sorting,
+reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k hopper" (of which instructions are counted),
+"bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
+Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
+spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads stand before it first waits
+for copies; "hopper": also the most shared memory that its cut was chosen for.
 """
 
 import json
@@ -82,7 +83,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
 
 
-def decode(card):
+def decode(card, sources=("given", "rank", "threshold"), sums=("down", "down few")):
     """The two decode kernels; the first with every source of k, the second with many and with few tokens."""
     alone = {"A": ACTIVE, "BLOCK": 128, "ROWS": 8}
     up = UP | alone | {"UNITS": 16, "A_PAD": ACTIVE}
@@ -92,13 +93,15 @@ def decode(card):
         "threshold": {"RULE": "threshold", "K_MIN": 0, "COLUMNS": PLANES, "COUNT": True},
     }
     down = DOWN | alone
-    hidden = {"x": "*fp32"}
+    warps = {"down": 4, "down few": 8}
     return {
-        f"up {rule}": compile_for(card, triton_decode.up_kernel, up | constants, {"out": "*fp32"}, num_warps=4)
-        for rule, constants in rules.items()
+        f"up {rule}": compile_for(card, triton_decode.up_kernel, up | rules[rule], {"out": "*fp32"}, num_warps=4)
+        for rule in sources
     } | {
-        "down": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 16}, hidden, num_warps=4),
-        "down few": compile_for(card, triton_decode.down_kernel, down | {"UNITS": 32}, hidden, num_warps=8),
+        name: compile_for(
+            card, triton_decode.down_kernel, down | {"UNITS": 4 * warps[name]}, {"x": "*fp32"}, num_warps=warps[name]
+        )
+        for name in sums
     }
 
 
@@ -245,12 +248,12 @@ def hopper(card):
     return found
 
 
-def some_hopper(card):
-    """The first product of 128 pairs per expert, of several k and of one, and of 32; with the instructions it is made of."""
+def some_hopper(card, cases):
+    """The first product of so many pairs per expert, of several k or of one; with the instructions it is made of."""
     from dpamoe.kernels import hopper_experts
 
     sizes, found = UP | {"TARGET": False}, {}
-    for pairs, one_k in ((128, False), (128, True), (32, False)):
+    for pairs, one_k in cases:
         cut = hopper_experts.cut_for(pairs, 1, one_k, weight_of(sizes))
         counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
         found[f"{pairs}, one k {one_k}"] = hopper_kernel(card, sizes, cut, one_k, 2, counted) | {"cut": vars(cut)}
@@ -380,7 +383,12 @@ SETS = {
     "decode": decode, "prefill": prefill, "around": around, "allocate": allocate, "encode": encode, "hopper": hopper,
     "bits": bits, "tied": partial(bits, tied=True), "route": route,
 }  # fmt: skip
-PARTS = SETS | {"some hopper": some_hopper, "few bits": partial(bits, batches=(1,))}
+PARTS = SETS | {
+    "some decode": partial(decode, sources=("rank",), sums=("down few",)),
+    "some hopper": partial(some_hopper, cases=((128, False), (32, False))),
+    "one k hopper": partial(some_hopper, cases=((128, True),)),
+    "few bits": partial(bits, batches=(1,)),
+}
 
 if __name__ == "__main__":
     card, chosen = int(sys.argv[1]), sys.argv[2]

@@ -260,6 +260,18 @@ def tiny_model(tiny_dir):
 
 
 @pytest.fixture(scope="session")
+def short_dir(tiny_dir, tiny_model, tmp_path_factory):
+    """Folder of the first two layers of the shipped model, which take half the time; read only."""
+    folder, model = tmp_path_factory.mktemp("short") / "model", tiny_model()
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_dir / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_encoded(tiny_dir, tiny_model):
     """Function that gives the shipped model transformed with its calibration text, bf16, budget 4."""
     import dpamoe

@@ -68,6 +68,8 @@ def test_counts_are_those_of_eager(transformed, random_ids, graphs, family):
 
 def test_an_activation_that_no_kernel_fuses_stays_a_graph(random_model, random_ids, graphs):
     model = random_model("gpt_oss", {"swiglu_limit": 5.0})
+    if model.model.layers[0].mlp.experts.limit != 5.0:
+        pytest.skip("the installed transformers does not read swiglu_limit, so this activation is one that kernels fuse")
     dpamoe.transform(model, 3, calibration=random_ids(4, 50), spec=dpamoe.EncodeSpec(group_size=32))
     expected = logits(model, random_ids(2, 12))
     compiled = torch.compile(model, backend="dpamoe", fullgraph=True)

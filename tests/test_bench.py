@@ -2,6 +2,7 @@
 
 import gc
 import json
+import signal
 import weakref
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from dpamoe import bench, bench_model, measure, synthetic
 from dpamoe.cli.main import main
+from dpamoe.files import write_json
 from dpamoe.spec import EncodeSpec, SpendSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,11 +81,12 @@ def test_rows_of_a_layer(folder, run, mode, plane, fixed):
     assert (outcome["mode"], outcome["device"], outcome["times"]) == ("layer", "CPU", "CPU wall clock, not a benchmark")
     assert outcome["versions"]["torch"] == torch.__version__ and outcome["copy_gb_per_s"] > 0
     (shape,) = outcome["shapes"]
+    assert outcome["complete"] is True and list(shape["baseline_us"]) == ["1", "5"]
     assert (shape["shape"], shape["layers"]) == (f"E8 A8 H64 I32 g32 gated {mode}", 2)
     rows = shape["rows"]
     assert all(list(row) == ROW and row["path"] == "torch" for row in rows)
     assert [(row["tokens"], row["budget"], row["allocation"], row["scope"]) for row in rows] == [
-        (tokens, budget, *spend) for tokens in (1, 5) for budget in (8.0, 3.0) for spend in bench.SPENDS
+        (tokens, budget, *spend) for tokens in (1, 5) for spend in bench.SPENDS for budget in (8.0, 3.0)
     ]
     for row in rows:
         if row["allocation"] == "threshold-skip" and row["budget"] == 3:  # on average, and what is skipped is not read
@@ -104,7 +107,7 @@ def test_baselines_that_are_not_asked_for_or_do_not_fit(folder, run, monkeypatch
     assert all(row["baseline_us"] == row["speedup"] == {} for row in rows)
     # 2 of 8 experts of 6144 weights in bf16 for each of 3 tokens: 73,728 bytes, more than half of what is free
     monkeypatch.setattr(measure, "free_bytes", lambda device: 140_000)
-    outcome = bench.bench_layers(folder(), CPU, SPEC, [4.0], [1, 3])
+    *_, outcome = bench.bench_layers(folder(), CPU, SPEC, [4.0], [1, 3])
     one, three = (next(r for r in outcome["shapes"][0]["rows"] if r["tokens"] == tokens) for tokens in (1, 3))
     assert one["baseline_us"]["batched_mm"] > 0 and three["baseline_us"]["batched_mm"] is None is three["speedup"]["batched_mm"]
     assert three["baseline_us"]["grouped_mm"] > 0
@@ -115,7 +118,7 @@ def test_baselines_that_are_not_asked_for_or_do_not_fit(folder, run, monkeypatch
 def test_the_routing_and_planes_that_are_reported_are_those_computed(folder):
     _, site = site_of(folder())
     layers = [synthetic.encoded_layer(site, SPEC, CPU, seed) for seed in range(2)]
-    (row,) = bench._encoded_rows(layers, [3.5], [6], 1e9, CPU)[:1]
+    row = next(bench._encoded_rows(layers, [3.5], [6], 1e9, CPU))
     inputs = [synthetic.routing(site, 6, CPU, seed) for seed in range(2)]
     read = []
     for layer, given in zip(layers, inputs, strict=True):
@@ -152,7 +155,9 @@ def test_whole_models(folder, run):
     flags = ("--mode", "model", "--prompts", "8,16", "--new-tokens", 3, "--budget", "4,2.5")
     outcome = run(folder(), *flags, "--baselines", "grouped_mm,batched_mm")
     assert (outcome["mode"], outcome["sites"], outcome["context"], outcome["new_tokens"]) == ("model", 2, 8, 3)
-    assert outcome["compiled"] is False and outcome["times"] == "CPU wall clock, not a benchmark"
+    assert (
+        outcome["complete"] is True and outcome["compiled"] is False and outcome["times"] == "CPU wall clock, not a benchmark"
+    )
     rows = outcome["rows"]
     assert [(row["model"], row["budget"]) for row in rows] == [
         ("dpamoe", 2.5), ("dpamoe", 4.0), ("grouped_mm", None), ("batched_mm", None),
@@ -184,9 +189,93 @@ def test_a_whole_model_at_a_time_in_either_order(folder, monkeypatch):
         monkeypatch.setattr(synthetic, name, watched(getattr(synthetic, name)))
     source = folder()
     for first, order in ((False, ["dpamoe", "grouped_mm"]), (True, ["grouped_mm", "dpamoe"])):
-        outcome = bench_model.bench_model(source, CPU, SPEC, [4.0], [4], 2, baselines_first=first)
+        *_, outcome = bench_model.bench_model(source, CPU, SPEC, [4.0], [4], 2, baselines_first=first)
         assert [row["model"] for row in outcome["rows"]] == order
         assert "× grouped_mm" in bench_model.table(outcome)
+
+
+LAYER = ("--tokens", "1,3", "--baselines", "grouped_mm")
+MODEL = ("--mode", "model", "--prompts", "4", "--new-tokens", "2", "--budget", "2.5,4", "--baselines", "grouped_mm")
+
+
+def call(source, *arguments):
+    return main(["bench", source, "--group-size", "32", "--device", "cpu", *map(str, arguments)])
+
+
+def rows_of(outcome):
+    return outcome["rows"] if outcome["mode"] == "model" else [row for shape in outcome["shapes"] for row in shape["rows"]]
+
+
+@pytest.mark.parametrize("flags, rows, others", [(LAYER, 8, 2), (MODEL, 3, 0)])
+def test_every_row_is_kept_and_shown_as_soon_as_it_is_measured(folder, tmp_path, monkeypatch, capsys, flags, rows, others):
+    """After each write: how many rows the file holds, and how many lines of them were printed before it."""
+    file, printed, seen, outcomes = tmp_path / "bench.json", [], [], []
+
+    def write(place, outcome):
+        write_json(place, outcome)
+        outcomes.append(outcome)
+        kept = json.loads(place.read_text(encoding="utf-8"))
+        printed.append(capsys.readouterr().out)
+        seen.append((len(rows_of(kept)), kept["complete"], len(table_rows("".join(printed)))))
+
+    monkeypatch.setattr("dpamoe.cli.bench.write_json", write)
+    assert call(folder(), *flags, "--output", file) == 0
+    assert seen == [
+        *[(0, False, 0)] * others, *[(count, False, count - 1) for count in range(1, rows + 1)], (rows, True, rows)
+    ]  # fmt: skip
+    whole = (bench_model if "model" in flags else bench).table(outcomes[-1])
+    assert "".join(printed) + capsys.readouterr().out == f"{whole}\n"
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["bench.json"]
+
+
+def table_rows(text):
+    """Lines of the first table."""
+    return text.partition("-\n")[2].splitlines()
+
+
+def test_the_object_in_the_file_is_the_one_printed(folder, run, tmp_path):
+    file = tmp_path / "bench.json"
+    for flags in (LAYER, MODEL):
+        assert run(folder(), *flags, "--output", file) == json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("flags", [LAYER, MODEL], ids=["layer", "model"])
+@pytest.mark.parametrize("end, code, words", [
+    (lambda: signal.raise_signal(signal.SIGINT), 130, "interrupted; what was finished is kept"),
+    (lambda: signal.raise_signal(signal.SIGTERM), 130, "interrupted; what was finished is kept"),
+    (lambda: torch.empty(1 << 60), 1, "error: RuntimeError: "),
+], ids=["ctrl-c", "sigterm", "error"])  # fmt: skip
+def test_what_was_measured_stays_whatever_ends_the_run(folder, tmp_path, monkeypatch, capsys, flags, end, code, words):
+    """The second of our rows does not come to its end; a file from before is replaced by what this run measured."""
+    file, calls = tmp_path / "bench.json", []
+    file.write_text("{}")
+
+    def second_ends(measured):
+        def measure(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # else the signal would end the tests
+                end()
+            return measured(*args)
+
+        return measure
+
+    monkeypatch.setattr(bench, "_timed", second_ends(bench._timed))
+    timer = bench_model.Timer
+    monkeypatch.setattr(timer, "tokens_per_second", second_ends(timer.tokens_per_second))
+    assert call(folder(), *flags, "--output", file) == code
+    out, err = capsys.readouterr()
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert kept["complete"] is False and len(rows_of(kept)) == len(table_rows(out)) == 1 and words in err
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["bench.json"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(synthetic, "read_config", None)
+    for file, words in ((tmp_path / "no" / "a.json", "which should hold a.json, does not exist"), (tmp_path, "is a folder")):
+        assert call(folder(), "--output", file) == 1
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

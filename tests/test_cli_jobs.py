@@ -127,6 +127,31 @@ def test_ctrl_c_ends_all(arguments, one, tmp_path):
     assert contents(out) == one
 
 
+SAYS = """
+import sys
+print("  warnings.warn(of a library)", *sys.argv[2:], sep="\\n", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "code, said, passed_on",
+    [
+        (0, ["dpamoe: encode 1/4", "dpamoe [2/2]: encode 2/4"], ["dpamoe: encode 1/4", "dpamoe [2/2]: encode 2/4"]),
+        (1, ["dpamoe convert: error: no folder"] * 2 + ["Traceback"], ["dpamoe convert: error: no folder"]),
+        (1, ["dpamoe: one failed: no folder", "Traceback"], ["dpamoe: one failed: no folder"]),
+        (9, ["dpamoe: encode 1/4"], ["dpamoe: encode 1/4", "dpamoe convert: error: a process was ended (exit code 9): run the "
+             "same command again, which goes on where this one stopped"]),
+    ],
+)  # fmt: skip
+def test_what_is_passed_on_of_what_the_processes_say(monkeypatch, capsys, code, said, passed_on):
+    """Our own lines, an error of several processes once; and how it ended, where none of them said so."""
+    monkeypatch.setattr(jobs, "command", lambda count, argv: [sys.executable, "-c", SAYS, str(code), *argv])
+    assert jobs.launch(2, said) == int(code > 0)
+    assert capsys.readouterr().err.splitlines() == passed_on
+
+
+@pytest.mark.slow
 def test_errors_are_one_sentence(tmp_path):
     done = subprocess.run(
         dpamoe("convert", tmp_path / "nothing", "--output-dir", tmp_path / "out", "--jobs", "2"),

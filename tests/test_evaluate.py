@@ -25,20 +25,22 @@ def sizes_of(model):
 
 @pytest.fixture(scope="module")
 def scored(tiny_dir, tiny_model, tiny_encoded):
-    """The shipped model over 6000 held-out tokens: what `evaluate.result` gives, and its points by budget and allocation."""
+    """The shipped model over 4000 held-out tokens: what `evaluate.result` gives, and its points by budget and allocation."""
     ids = token_ids(load_tokenizer(tiny_dir), read_text(tiny_dir.parent / "text" / "heldout.txt"))
     original = tiny_model()
     sizes = sizes_of(original)
-    with measure_reference(original.float(), windows(ids, 512, 1, 6000)) as reference:
+    with measure_reference(original.float(), windows(ids, 512, 1, 4000)) as reference, pytest.MonkeyPatch.context() as patch:
         scorer = evaluate.Scorer(reference)
         full = scorer.full_precision(original) | sizes
         model = evaluate.to_run(tiny_encoded(), "cpu")
         sites = [experts.site for experts in encoded_experts(model).values()]
         text = read_text(tiny_dir.parent / "text" / "calibration.txt")
         batches = calibration_batches(original, text, example_batch(original, None))
+        patch.setattr(sensitivity, "TOKENS", 8192)  # half: no ratio below changes by 0.5 %
         for path, importance in sensitivity.measure(original, sites, batches).items():
             model.get_submodule(path).set_importance(**vars(importance))
-        jobs = evaluate.jobs((2, 3, 4, 5, 6, 8), ALLOCATIONS) + [("skip", 2.0), *evaluate.jobs((3, 4), BY_LEVEL)]
+        jobs = evaluate.jobs((2, 3, 4, 8), ALLOCATIONS) + evaluate.jobs((5, 6), ALLOCATIONS[:2])
+        jobs += [("skip", 2.0), *evaluate.jobs((3, 4), BY_LEVEL)]
         points = evaluate.evaluate(model, scorer, evaluate.Sizes(sizes["other_bytes"]), jobs)
     found = {name: {p["budget"]: p for p in points if p["allocation"] == name} for name in (*ALLOCATIONS, "skip", *BY_LEVEL)}
     return evaluate.result("tiny", full, points), found
@@ -133,13 +135,13 @@ def test_dpa_is_uniform_where_there_is_no_choice(scored):
 def test_orderings_on_the_shipped_model(scored):
     kl = {name: {budget: point["kl"] for budget, point in points.items()} for name, points in scored[1].items()}
     ratios = {budget: kl["dpa"][budget] / kl["uniform"][budget] for budget in (3, 4, 5, 6)}
-    # measured .574, .566, .615, .652
+    # measured .572, .576, .615, .604
     assert ratios[3] <= 0.68 and ratios[4] <= 0.68 and ratios[5] <= 0.80 and ratios[6] <= 0.82
-    for budget in (3, 4):  # the squared gate against the gate: measured .772, .782
+    for budget in (3, 4):  # the squared gate against the gate: measured .765, .785
         assert kl["dpa"][budget] <= 0.90 * kl["gate-linear"][budget]
     for name in ("dpa", "uniform"):
-        assert list(kl[name].values()) == sorted(kl[name].values(), reverse=True)
-    # measured .0615, .0165, .0353, .0093; the prototype: .0641, .0167, .0373, .0102
+        assert [kl[name][budget] for budget in sorted(kl[name])] == sorted(kl[name].values(), reverse=True)
+    # measured .0610, .0163, .0349, .0094; the prototype on 6000 tokens: .0641, .0167, .0373, .0102
     assert kl["uniform"][3] <= 0.068 and kl["uniform"][4] <= 0.018
     assert kl["dpa"][3] <= 0.040 and kl["dpa"][4] <= 0.011
     assert kl["dpa"][8] <= 5e-4
@@ -156,8 +158,8 @@ def test_skipping_halves_the_error_of_two_planes(scored):
 def test_thresholds_on_the_shipped_model(scored):
     kl = {name: {budget: scored[1][name][budget]["kl"] for budget in (3, 4)} for name in ("dpa", *BY_LEVEL)}
     for budget in (3, 4):
-        assert kl["threshold"][budget] <= 0.95 * kl["dpa"][budget]  # measured .927, .902
-        assert kl["threshold-skip"][budget] <= 0.95 * kl["dpa"][budget]  # measured .700, .860
+        assert kl["threshold"][budget] <= 0.95 * kl["dpa"][budget]  # measured .928, .900
+        assert kl["threshold-skip"][budget] <= 0.95 * kl["dpa"][budget]  # measured .703, .863
         for name in BY_LEVEL:
             assert abs(scored[1][name][budget]["mean_planes"] - budget) <= 0.03
 
@@ -169,7 +171,7 @@ def test_perplexity_and_agreement_follow_quality(scored):
     assert dpa[2]["ppl"] > uniform[3]["ppl"] > dpa[3]["ppl"] > full
     assert dpa[8]["ppl"] == pytest.approx(full, rel=5e-3)
     assert dpa[2]["top1"] < uniform[3]["top1"] < dpa[3]["top1"] < dpa[8]["top1"] <= 1
-    assert all(0 < point["kl_error"] < 0.2 * point["kl"] for point in dpa.values())  # 12 windows
+    assert all(0 < point["kl_error"] < 0.2 * point["kl"] for point in dpa.values())  # 8 windows
 
 
 def test_models_run_in_fp32_on_a_cpu(tiny_encoded):

@@ -78,7 +78,8 @@ class Block:
         return f"{self.family}-{self.name}"
 
 
-def blocks() -> list[Block]:
+@functools.cache
+def blocks() -> tuple[Block, ...]:
     """Every class of the installed transformers that makes a module `…Experts`, or is a mixture with experts of its own."""
     import transformers
 
@@ -89,7 +90,7 @@ def blocks() -> list[Block]:
             classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
             names = {node.name for node in classes if node.name.endswith("Experts")}
             found += [Block(path.parent.name, node.name, made) for node in classes if (made := _made(node, names))]
-    return found
+    return tuple(found)
 
 
 def _made(node: ast.ClassDef, experts: set[str]) -> str | None:
@@ -97,10 +98,11 @@ def _made(node: ast.ClassDef, experts: set[str]) -> str | None:
     methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     if "__init__" not in methods or "forward" not in methods or isinstance(methods["forward"].body[-1], ast.Raise):
         return None  # mixtures of attention heads cannot be called at all
-    called = {c.func.id for c in ast.walk(methods["__init__"]) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)}
-    routes = any(isinstance(c, ast.Attribute) and c.attr == "topk" for c in ast.walk(methods["forward"]))
-    alone = node.name if routes and not experts and re.search("Mo[eE]$", node.name) else None
-    return next(iter(sorted(called & experts)), alone)
+    if experts:
+        called = {c.func.id for c in ast.walk(methods["__init__"]) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)}
+        return min(called & experts, default=None)
+    routes = re.search("Mo[eE]$", node.name) and any(getattr(c, "attr", "") == "topk" for c in ast.walk(methods["forward"]))
+    return node.name if routes else None
 
 
 class Parent(nn.Module):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dpamoe.files import read_json, write_json
+from dpamoe.files import check_place, read_json, write_json
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -41,3 +41,13 @@ def test_a_damaged_file_gets_a_sentence_with_the_remedy(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.json .*: copy it"):
         read_json(tmp_path / "a.json", "copy it")
+
+
+def test_where_a_file_may_be_written(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    check_place(tmp_path / "new.json")
+    check_place(tmp_path / "old.json")
+    with pytest.raises(ValueError, match=f"folder {tmp_path / 'no'}, which should hold a.json, does not exist: make it first"):
+        check_place(tmp_path / "no" / "a.json")
+    with pytest.raises(ValueError, match="is a folder: give the name of a file"):
+        check_place(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dpamoe
-from dpamoe import evaluate, frontier, storage, tasks
+from dpamoe import calibration, evaluate, frontier, sensitivity, storage, tasks
 from dpamoe.evaluation_folder import open_folder
 from dpamoe.frontier import Wanted
 
@@ -22,10 +22,22 @@ def text(tiny_dir, tmp_path_factory):
     return str(file)
 
 
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch):
+    """What the model writes to calibrate itself is short."""
+    monkeypatch.setattr(calibration, "WRITTEN_TOKENS", 32)
+
+
 @pytest.fixture
 def wanted(source, text):
     """Something quick to ask for: short windows of a short text, two budgets."""
     return Wanted(str(source), budgets=(2.0, 4.0), baselines=("uniform",), text=text, max_tokens=400, seqlen=64)
+
+
+@pytest.fixture
+def of_encoded(wanted, tiny_saved):
+    """The same of a folder that is encoded already."""
+    return dataclasses.replace(wanted, model=str(tiny_saved), reference=wanted.model)
 
 
 def run(wanted, folder):
@@ -51,9 +63,10 @@ def test_static_formats_are_points_of_their_own_size(wanted, tmp_path):
 
 
 def test_points_do_not_depend_on_how_often_a_run_stopped(wanted, tmp_path):
-    whole = run(wanted, tmp_path / "whole")
-    run(dataclasses.replace(wanted, budgets=(4.0,)), tmp_path / "parts")
-    parts = run(dataclasses.replace(wanted, budgets=(2.0,)), tmp_path / "parts")
+    asked = dataclasses.replace(wanted, spec=dpamoe.EncodeSpec(iterations=0))
+    whole = run(asked, tmp_path / "whole")
+    run(dataclasses.replace(asked, budgets=(4.0,)), tmp_path / "parts")
+    parts = run(dataclasses.replace(asked, budgets=(2.0,)), tmp_path / "parts")
     assert parts == whole  # the second run of two adds to what is there
 
 
@@ -69,7 +82,8 @@ def test_a_model_that_changed_is_noticed(wanted, source, tmp_path):
         run(mine, tmp_path / "out")
 
 
-def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path):
+def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(sensitivity, "TOKENS", 1000)
     asked = dataclasses.replace(wanted, baselines=("threshold",), budgets=(3.0,))
     with pytest.raises(ValueError, match="threshold needs the sensitivity of layers, which .* does not hold.*dpamoe profile"):
         frontier.plan(dataclasses.replace(asked, model=str(tiny_saved)))
@@ -96,8 +110,8 @@ def test_presets_are_curves_with_an_encoding_each(wanted, tmp_path):
         run(dataclasses.replace(wanted, presets=("quality",), budgets=(2.0,)), tmp_path / "both")
 
 
-def test_an_encoded_folder_has_the_preset_that_it_was_encoded_with(wanted, tiny_saved, source, tmp_path):
-    mine = dataclasses.replace(wanted, model=str(tiny_saved), reference=str(source), budgets=(3.0,), baselines=())
+def test_an_encoded_folder_has_the_preset_that_it_was_encoded_with(of_encoded, tmp_path):
+    mine = dataclasses.replace(of_encoded, budgets=(3.0,), baselines=())
     (point,) = run(dataclasses.replace(mine, presets=("paper",)), tmp_path / "out")["points"]
     assert point["allocation"] == "paper"
     for presets in (("quality",), ("paper", "quality")):
@@ -105,8 +119,8 @@ def test_an_encoded_folder_has_the_preset_that_it_was_encoded_with(wanted, tiny_
             frontier.plan(dataclasses.replace(mine, presets=presets))
 
 
-def test_budgets_below_the_fewest_planes_are_for_those_that_skip(wanted, tmp_path):
-    asked = dataclasses.replace(wanted, budgets=(0.0, 1.5, 2.0), baselines=("skip", "uniform"))
+def test_budgets_below_the_fewest_planes_are_for_those_that_skip(of_encoded, tmp_path):
+    asked = dataclasses.replace(of_encoded, budgets=(0.0, 1.5, 2.0), baselines=("skip", "uniform"))
     outcome = run(asked, tmp_path / "out")
     found = [(point["allocation"], point["budget"]) for point in outcome["points"]]
     assert found == [("skip", 0), ("skip", 1.5), ("dpa", 2), ("skip", 2), ("uniform", 2)]
@@ -114,13 +128,13 @@ def test_budgets_below_the_fewest_planes_are_for_those_that_skip(wanted, tmp_pat
     assert kl[0] > 2 * kl[1] > 2 * kl[2] and outcome["points"][0]["bits_per_weight"] == 0
     why = "is left out at budget 0, 1.5, since it skips no expert and gives each at least 2 planes"
     assert outcome["left_out"] == [f"dpa {why}", f"uniform {why}"]
-    again = run(dataclasses.replace(wanted, budgets=(2.0,), baselines=()), tmp_path / "out")
+    again = run(dataclasses.replace(of_encoded, budgets=(2.0,), baselines=()), tmp_path / "out")
     assert again == outcome  # about all that the folder holds
     with pytest.raises(ValueError, match="budget is 0.0 planes per expert, this model can spend 2 to 8"):
         frontier.plan(dataclasses.replace(asked, baselines=("uniform",)))
 
 
-def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
+def test_tasks_are_scored_for_every_point(of_encoded, tmp_path, monkeypatch):
     """What `run_tasks` gives stands in every point, beside KL or alone; the model is at the point's budget then."""
     seen = []
 
@@ -132,7 +146,7 @@ def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
 
     monkeypatch.setattr(frontier, "run_tasks", run_tasks)
     monkeypatch.setattr(frontier, "check_tasks", lambda names, folder: tasks.Chosen(dict.fromkeys(names)))
-    asked = dataclasses.replace(wanted, baselines=(), text=None, tasks=("a",), limit=5, batch_size=3)
+    asked = dataclasses.replace(of_encoded, baselines=(), text=None, tasks=("a",), limit=5, batch_size=3)
     outcome = run(asked, tmp_path / "out")
     assert [(budgets, limit, size) for budgets, _, limit, size in seen] == [(set(), 5, 3), ({2.0}, 5, 3), ({4.0}, 5, 3)]
     assert [point["accuracy"] for point in outcome["points"]] == [{"a": 0.25}] * 2
@@ -141,14 +155,14 @@ def test_tasks_are_scored_for_every_point(wanted, tmp_path, monkeypatch):
     assert again == outcome
 
 
-def test_a_reference_that_is_not_the_original(tiny_saved, wanted, source, random_model, tmp_path):
+def test_a_reference_that_is_not_the_original(of_encoded, source, random_model, tmp_path):
     """Same shapes, other experts: everything would be measured, and nothing would mean a thing."""
     other = shutil.copytree(source, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     for name in [name for name in tensors if ".experts.0." in name]:
         tensors[name] = tensors[name].flip(0)
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    mine = dataclasses.replace(wanted, model=str(tiny_saved), reference=str(other))
+    mine = dataclasses.replace(of_encoded, reference=str(other))
     with pytest.raises(ValueError, match="other is not the model that .* holds .*give its original with --reference"):
         run(mine, tmp_path / "out")
     with pytest.raises(ValueError, match="is not the model that"):  # also with the log-probabilities kept from before
@@ -174,14 +188,14 @@ def test_groups_that_are_too_wide_are_noticed_before_the_reference_is_run(wanted
         run(dataclasses.replace(wanted, spec=dpamoe.EncodeSpec(group_size=1000)), tmp_path / "out")
 
 
-def test_planes_are_counted_on_the_text_alone(wanted, tmp_path, monkeypatch):
+def test_planes_are_counted_on_the_text_alone(of_encoded, tmp_path, monkeypatch):
     def run_tasks(model, tokenizer, chosen, limit, batch_size):
         model(input_ids=torch.full((5, 50), 9))
         return {"accuracy": {"a": 0.25}, "stderr": {"a": 0.1}, "macro": 0.25}
 
     monkeypatch.setattr(frontier, "run_tasks", run_tasks)
     monkeypatch.setattr(frontier, "check_tasks", lambda names, folder: tasks.Chosen(dict.fromkeys(names)))
-    mine = dataclasses.replace(wanted, budgets=(4.0,), baselines=())
+    mine = dataclasses.replace(of_encoded, budgets=(4.0,), baselines=())
     alone = run(mine, tmp_path / "a")["points"][0]
     both = run(dataclasses.replace(mine, tasks=("a",)), tmp_path / "b")["points"][0]
     assert both["histogram"] == alone["histogram"] and both["macro"] == 0.25
@@ -213,17 +227,17 @@ def test_bad_input_is_noticed_before_any_model_is_loaded(wanted, monkeypatch, ch
         frontier.plan(dataclasses.replace(wanted, **change))
 
 
-def test_a_checkpoint_without_its_residual_table(tiny_saved, wanted, source, tmp_path):
+def test_a_checkpoint_without_its_residual_table(of_encoded, tiny_saved, tmp_path):
     folder = shutil.copytree(tiny_saved, tmp_path / "encoded")
     (folder / "model-residuals.safetensors").unlink()
     with pytest.raises(ValueError, match="model-residuals.safetensors is missing"):
-        frontier.plan(dataclasses.replace(wanted, model=str(folder), reference=str(source)))
+        frontier.plan(dataclasses.replace(of_encoded, model=str(folder)))
 
 
-def test_sizes_of_an_encoded_folder_are_those_of_its_source(tiny_saved, wanted, source, tmp_path):
-    mine = dataclasses.replace(wanted, baselines=())
-    encoded = run(dataclasses.replace(mine, model=str(tiny_saved), reference=str(source)), tmp_path / "a")
-    original = run(mine, tmp_path / "b")
+def test_sizes_of_an_encoded_folder_are_those_of_its_source(of_encoded, wanted, tmp_path):
+    encoded, original = (
+        run(dataclasses.replace(asked, baselines=()), tmp_path / name) for name, asked in (("a", of_encoded), ("b", wanted))
+    )
     assert [p["weight_bytes"] for p in encoded["points"]] == [p["weight_bytes"] for p in original["points"]]
     assert encoded["full_precision"] == original["full_precision"]
     sites, experts = encoded["sites"], encoded["experts"]

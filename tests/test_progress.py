@@ -98,3 +98,13 @@ def test_lines_may_be_some_seconds_apart(lines, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     assert list(progress.track(range(8), "write", every=3.0)) == list(range(8))
     assert [line.split(" (")[0] for line in lines] == ["write 3/8 2", "write 6/8 5", "write 8/8 7"]
+
+
+def test_what_is_said_stands_on_lines_of_its_own_above_the_bar(monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for number in _real_bar(range(2), {"desc": "bench", "file": terminal}):
+        progress.say(f"row {number}")
+    first, second, rest = re.split(r"row \d\n", terminal.getvalue())
+    assert all("bench" in part and not part.rpartition("\r")[2].strip() for part in (first, second)) and "bench" in rest

@@ -48,6 +48,28 @@ def saved_copy(tiny_saved, tmp_path):
     return shutil.copytree(tiny_saved, tmp_path / "encoded")
 
 
+SPEC = dpamoe.EncodeSpec(group_size=32)
+
+
+@pytest.fixture
+def plain(random_model):
+    """Function that gives a random model with weights in bf16."""
+
+    def make():
+        model = random_model("qwen3_moe")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return model
+
+    return make
+
+
+@pytest.fixture
+def saved(plain, random_ids, tmp_path):
+    """Folder of the random model, encoded with `random_ids(16, 125)`; it may be damaged."""
+    return dpamoe.save(dpamoe.transform(plain(), calibration=random_ids(16, 125), spec=SPEC), tmp_path / "saved")
+
+
 def test_what_is_loaded_is_what_was_saved(family, transformed, random_ids, tmp_path):
     _, model = transformed(family)
     dpamoe.set_budget(model, 3.5)
@@ -139,11 +161,10 @@ def test_skipping_is_saved_and_loaded(tiny_encoded, tmp_path):
     assert {experts.spend for experts in encoded_experts(loaded).values()} == spends[0]
 
 
-def test_thresholds_are_saved_and_loaded(tiny_model, tiny_dir, tmp_path):
-    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
-    model = dpamoe.transform(tiny_model(), 2.5, calibration=text, allocator="threshold", skip=True)
+def test_thresholds_are_saved_and_loaded(plain, random_ids, tmp_path):
+    model = dpamoe.transform(plain(), 2.5, calibration=random_ids(16, 125), spec=SPEC, allocator="threshold", skip=True)
     folder = dpamoe.save(model, tmp_path / "model")
-    ids = torch.randint(3, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
+    ids = random_ids(2, 40)
     expected = logits(model, ids)
     for loaded in (dpamoe.load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)):
         assert {experts.spend for experts in encoded_experts(loaded).values()} == {
@@ -159,15 +180,14 @@ def test_thresholds_are_saved_and_loaded(tiny_model, tiny_dir, tmp_path):
     assert levels[1] < levels[0]  # with fewer planes for some, there are more for others
 
 
-def test_profile_measures_what_thresholds_need(saved_copy, tiny_model, tiny_dir):
-    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
+def test_profile_measures_what_thresholds_need(saved, plain, random_ids):
     with pytest.raises(ValueError, match="was not measured.*dpamoe profile"):
-        dpamoe.set_spend(dpamoe.load(saved_copy), allocator="threshold")
-    storage.refresh_residuals(saved_copy, tiny_model(), text)
-    model = dpamoe.load(saved_copy, 3.0)
+        dpamoe.set_spend(dpamoe.load(saved), allocator="threshold")
+    storage.refresh_residuals(saved, plain(), random_ids(16, 125))
+    model = dpamoe.load(saved, 3.0)
     dpamoe.set_spend(model, allocator="threshold")
-    assert compare.check_hashes(saved_copy) > 0
-    direct = dpamoe.transform(tiny_model(), 3.0, calibration=text, allocator="threshold")
+    assert compare.check_hashes(saved) > 0
+    direct = dpamoe.transform(plain(), 3.0, calibration=random_ids(16, 125), spec=SPEC, allocator="threshold")
     for path, experts in encoded_experts(direct).items():
         assert torch.equal(encoded_experts(model)[path].thresholds, experts.thresholds)
 
@@ -208,14 +228,22 @@ def test_a_budget_that_the_planes_do_not_allow_is_refused(tiny_saved, arguments)
         dpamoe.load(tiny_saved, **arguments)
 
 
-def test_what_travels_with_the_weights(tiny_model, tiny_copy, tmp_path):
-    (tiny_copy / "chat_template.jinja").write_text("{{ messages }}")
-    (tiny_copy / "modeling_own.py").write_text("# remote code")
-    (tiny_copy / "pytorch_model.bin").write_bytes(b"weights of another kind")
-    (tiny_copy / ".hidden").write_text("not ours")
-    model = storage.load_original(tiny_copy)
+@pytest.fixture(scope="module")
+def travelled(tiny_dir, tmp_path_factory):
+    """The shipped model with files beside it, that folder, and where it is saved encoded; read only."""
+    place = tmp_path_factory.mktemp("travelled")
+    source = shutil.copytree(tiny_dir, place / "source")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "modeling_own.py").write_text("# remote code")
+    (source / "pytorch_model.bin").write_bytes(b"weights of another kind")
+    (source / ".hidden").write_text("not ours")
+    model = storage.load_original(source)
     dpamoe.transform(model, calibration=torch.arange(3, 1000), spec=dpamoe.EncodeSpec(iterations=0))
-    out = dpamoe.save(model, tmp_path / "out")
+    return model, source, dpamoe.save(model, place / "out")
+
+
+def test_what_travels_with_the_weights(travelled):
+    model, tiny_copy, out = travelled
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modeling_own.py"):
         assert (out / name).read_bytes() == (tiny_copy / name).read_bytes()
     assert {file.name for file in out.iterdir() if file.suffix != ".safetensors"} == {
@@ -226,13 +254,11 @@ def test_what_travels_with_the_weights(tiny_model, tiny_copy, tmp_path):
     assert again.generation_config.eos_token_id == model.generation_config.eos_token_id == 2
 
 
-def test_no_file_names_a_path_of_this_machine(tiny_model, tiny_copy, tmp_path):
-    model = storage.load_original(tiny_copy)
-    dpamoe.transform(model, calibration=torch.arange(3, 1000), spec=dpamoe.EncodeSpec(iterations=0))
-    out = dpamoe.save(model, tmp_path / "out")
+def test_no_file_names_a_path_of_this_machine(travelled):
+    _, _, out = travelled
     for file in out.iterdir():
         content = file.read_bytes()
-        assert str(tmp_path).encode() not in content and str(ROOT).encode() not in content
+        assert str(out.parent).encode() not in content and str(ROOT).encode() not in content
         assert file.name.startswith("tokenizer") or file.suffix == ".safetensors" or b'"/' not in content
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["source"] == "../source"
@@ -296,27 +322,26 @@ def test_an_architecture_that_transformers_lacks(saved_copy):
             dpamoe.load(saved_copy)
 
 
-def test_refreshing_changes_what_was_measured_alone(saved_copy, tiny_model, tiny_dir, residual_tolerance):
-    before = contents(saved_copy)
-    text = (tiny_dir.parent / "text" / "heldout.txt").read_text(encoding="utf-8")
-    assert storage.refresh_residuals(saved_copy, tiny_model(), text) == {}
-    after = contents(saved_copy)
+def test_refreshing_changes_what_was_measured_alone(saved, plain, random_ids, residual_tolerance):
+    before, others = contents(saved), random_ids(16, 125, seed=1)
+    assert storage.refresh_residuals(saved, plain(), others) == {}
+    after = contents(saved)
     assert {str(name) for name in before if after[name] != before[name]} == {checkpoint.RESIDUALS, checkpoint.INDEX}
-    assert storage.refresh_residuals(saved_copy, tiny_model(), text) == {} and contents(saved_copy) == after
-    fresh = dpamoe.transform(tiny_model(), calibration=text)
-    for path, experts in encoded_experts(dpamoe.load(saved_copy)).items():
+    assert storage.refresh_residuals(saved, plain(), others) == {} and contents(saved) == after
+    fresh = dpamoe.transform(plain(), calibration=others, spec=SPEC)
+    for path, experts in encoded_experts(dpamoe.load(saved)).items():
         expected = encoded_experts(fresh)[path].residuals
-        torch.testing.assert_close(experts.residuals / expected, torch.ones(16, 9), **residual_tolerance)
+        torch.testing.assert_close(experts.residuals / expected, torch.ones(8, 9), **residual_tolerance)
 
 
-def test_a_lost_table_is_made_again(saved_copy, tiny_saved, tiny_model, tiny_dir):
-    (saved_copy / checkpoint.RESIDUALS).unlink()
-    text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")
-    storage.refresh_residuals(saved_copy, tiny_model(), text)
-    there, here = contents(tiny_saved), contents(saved_copy)
+def test_a_lost_table_is_made_again(saved, plain, random_ids, tmp_path):
+    whole = shutil.copytree(saved, tmp_path / "whole")
+    (saved / checkpoint.RESIDUALS).unlink()
+    storage.refresh_residuals(saved, plain(), random_ids(16, 125))
+    there, here = contents(whole), contents(saved)
     measured = {Path(checkpoint.RESIDUALS), Path(checkpoint.INDEX)}
     assert {name: there[name] for name in there.keys() - measured} == {name: here[name] for name in here.keys() - measured}
-    before, after = (load_file(folder / checkpoint.RESIDUALS) for folder in (tiny_saved, saved_copy))
+    before, after = (load_file(folder / checkpoint.RESIDUALS) for folder in (whole, saved))
     assert all(torch.equal(after[name], table) for name, table in before.items())
 
 

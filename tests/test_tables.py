@@ -101,6 +101,14 @@ def test_everything_that_was_measured_is_shown_and_nothing_else():
     assert "KL" not in only_tasks and "perplexity" not in only_tasks and "60.00" in only_tasks
 
 
+def test_lines_that_are_printed_stay_when_rows_are_added():
+    room = [["1", "4444"]]
+    one, two = (tables.growing(["a", "b"], [["1", "22"], ["2", "333"]][:count], room) for count in (1, 2))
+    assert one == "a     b\n-------\n1    22" and two == f"{one}\n2   333"
+    wider = tables.growing(["a", "b"], [["1", "22"], ["2", "55555"]], room)
+    assert wider == f"{one}\n2  55555"
+
+
 def test_columns_are_aligned():
     text = tables.aligned(["a", "long"], [["1", "2"], ["333", "4"]])
     assert text.splitlines() == ["  a  long", "---------", "  1     2", "333     4"]

@@ -34,6 +34,7 @@ def compiled(*choice):
 @pytest.mark.parametrize("card", CARDS)
 def test_kernels_fit_every_card(card):
     found = compiled(card, "all")
+    assert found.keys() > {"up given", "up rank", "up threshold", "down", "down few"}
     assert len(found) > 10 and (card in PRODUCTS) == any(name.startswith("bits") for name in found)
     for name, facts in found.items():
         allowed = SPILLS.get(name.split()[0], 0)
@@ -44,8 +45,9 @@ def test_kernels_fit_every_card(card):
 
 
 def test_the_decode_kernels_compile_for_hopper():
-    found = compiled(90, "decode")
-    assert set(found) == {"up given", "up rank", "up threshold", "down", "down few"}
+    """With the allocation that is usual; the slow tests have the others."""
+    found = compiled(90, "some decode")
+    assert set(found) == {"up rank", "down few"}
     assert all(facts["spills"] == 0 for facts in found.values())
 
 

@@ -1,7 +1,14 @@
 """`dpamoe bench`: time a layer's experts or a whole model at random weights, beside transformers' own experts in bf16."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from dpamoe import bench, bench_model, measure, synthetic
+from dpamoe.api import logger
 from dpamoe.cli import options
+from dpamoe.cli.signals import terminated_is_interrupted
+from dpamoe.files import check_place, write_json
+from dpamoe.progress import say
 
 NAME = "bench"
 HELP = "time a layer's experts or a whole model at random weights, beside bf16 experts"
@@ -23,11 +30,39 @@ def arguments(parser) -> None:
     )
     parser.add_argument("--new-tokens", type=options.positive, default=bench_model.NEW_TOKENS, help="model: tokens decoded")
     parser.add_argument("--baselines-first", action="store_true", help="model: build and time the baselines first")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="keep the object of --json here, written anew after every row; replaced if "
+        "it exists",
+    )  # fmt: skip
     options.device_flag(parser)
 
 
 def run(args) -> dict:
-    """Time what was asked for."""
+    """Time what was asked for; every row is in the file, and a line of the table, as soon as it is measured."""
+    if args.output is not None:
+        check_place(args.output)
+    table = bench.table if args.mode == "layer" else bench_model.table
+    shown = 0
+    with terminated_is_interrupted():
+        for outcome in _measured(args):
+            if args.output is not None:
+                write_json(args.output, outcome)
+            if not args.json:
+                shown = _show_more(table(outcome).splitlines(), shown)
+    if args.output is not None:
+        logger.info("results: %s", args.output)
+    return outcome
+
+
+def _show_more(lines: list[str], shown: int) -> int:
+    """Print those that are not shown yet; how many are shown then."""
+    if lines[shown:]:
+        say("\n".join(lines[shown:]))
+    return len(lines)
+
+
+def _measured(args) -> Iterator[dict]:
+    """The object after every row that was added to it."""
     device, changes = measure.device_of(args.device), dict(args.set)
     spec = synthetic.held_spec(args.model, args.group_size, args.scale_mode)
     if args.mode == "layer":
@@ -39,6 +74,5 @@ def run(args) -> dict:
     )
 
 
-def show(outcome: dict) -> str:
-    """The table of the mode."""
-    return (bench.table if outcome["mode"] == "layer" else bench_model.table)(outcome)
+def show(outcome: dict) -> None:
+    """Nothing more: every line was printed when it was measured."""

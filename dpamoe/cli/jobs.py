@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from dpamoe.cli.signals import terminated_is_interrupted
 from dpamoe.team import Team
 
 OURS = (
@@ -38,24 +39,17 @@ def launch(count: int, argv: list[str], everything: bool = False) -> int:
     said: list[str] = []
     reader = threading.Thread(target=_pass_on, args=(process.stderr, said, everything), daemon=True)
     reader.start()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if _in_main_thread() else None
     try:
-        code = process.wait()
+        with terminated_is_interrupted():
+            code = process.wait()
     except BaseException:
         _end(process)
         raise
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
     reader.join()
     if code and not any(ERROR in line or " failed: " in line for line in said):
         print(f"{ERROR}a process was ended (exit code {code}): run the same command again, which goes on where "
               "this one stopped", file=sys.stderr)  # fmt: skip
     return 1 if code else 0
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _pass_on(lines: Iterable[str], said: list[str], everything: bool) -> None:

@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         result = args.run(args)
         if result is None:  # another process shows it
             return 0
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result), flush=True)
+        shown = json.dumps(result, ensure_ascii=False, allow_nan=False) if args.json else args.show(result)
+        if shown is not None:
+            print(shown, flush=True)
     except KeyboardInterrupt:
         print(
             "dpamoe: interrupted; what was finished is kept, nothing half-written was left under the output's name",
