@@ -351,3 +351,21 @@ def bits_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(tl.block_type, "layout", None, raising=False)
     return bitserial_experts
+
+
+@pytest.fixture
+def hopper_on_cpu(monkeypatch):
+    """The module `hopper_experts`, whose kernel runs on the CPU; its `hopper_prefill_kernel` is a `hopper_on_cpu.Hopper`."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU; test_cuda_hopper runs the kernel itself")
+    pytest.importorskip("triton.experimental.gluon")
+    import triton.language as tl
+
+    from dpamoe.kernels import hopper_experts
+
+    from . import hopper_on_cpu
+
+    monkeypatch.setattr(hopper_experts, "hopper_prefill_kernel", hopper_on_cpu.Hopper(0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(tl.block_type, "layout", None, raising=False)
+    return hopper_experts

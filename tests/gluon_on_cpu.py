@@ -36,7 +36,11 @@ def launched():
 @cache
 def kernels():
     """Every function of those modules, as one namespace."""
-    names = {"tl": tl, "gl": language(), "gluon": SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function)}
+    names = {
+        "tl": tl,
+        "gl": language({}),
+        "gluon": SimpleNamespace(jit=triton.jit, constexpr_function=lambda function: function),
+    }
     names |= {"async_copy": COPIES, "gdc_wait": lambda: WAITS.each(), "gdc_launch_dependents": lambda: None, "range": _range}
     for module in MODULES:
         file = Path(importlib.util.find_spec(f"dpamoe.kernels.{module}").origin)
@@ -66,14 +70,14 @@ def _own(module):
     return module.rpartition(".")[2] in MODULES
 
 
-def language():
-    """What the kernels use of `gl`."""
+def language(own):
+    """What kernels use of `gl`; own: functions by name that stand in for others."""
     without_layout = {
         "arange": lambda first, end, layout=None: tl.arange(first, end),
         "zeros": lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
         "convert_layout": lambda value, layout=None, assert_trivial=False: value,
-        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(at, mask=_mask(mask), other=other),
-        "store": lambda at, value, mask=None: tl.store(at, value, mask=_mask(mask)),
+        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(at, mask=mask_of(mask), other=other),
+        "store": lambda at, value, mask=None: tl.store(at, value, mask=mask_of(mask)),
         "static_range": range,
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": lambda dtype, shape, layout: Buffer(tl.full(shape, GARBAGE, dtype)),
@@ -85,7 +89,7 @@ def language():
         without_layout[hint] = lambda value, numbers: value
     for layout in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DistributedLinearLayout"):
         without_layout[layout] = lambda *given: None
-    return _Language(without_layout)
+    return _Language(without_layout | own)
 
 
 class _Language:
@@ -98,7 +102,7 @@ class _Language:
         return getattr(tl, name)
 
 
-def _mask(mask):
+def mask_of(mask):
     """As the interpreter takes it: of one byte each, also after & of comparisons."""
     if isinstance(mask, tl.tensor):
         return tl.tensor(TensorHandle(mask.handle.data.astype(np.bool_), tl.int1), mask.type)
@@ -127,7 +131,7 @@ def _assembly(code, letters, arguments, dtype, is_pure, pack):
     for i, kind in enumerate(kinds):
         found = np.empty(shape, np.uint32)
         found[place] = registers[4 * i : 4 * i + 4]
-        results.append(_tensor(found.view({tl.int32: np.int32, tl.float32: np.float32}[kind]), kind))
+        results.append(tensor_of(found.view({tl.int32: np.int32, tl.float32: np.float32}[kind]), kind))
     return results[0] if kinds is not dtype else tl.tuple(results)
 
 
@@ -140,7 +144,7 @@ class Buffer:
     def slice(self, first, length):
         """Some rows, only to be read."""
         assert self.there, "shared memory is read before its copy was waited for"
-        return Buffer(_tensor(self.value.handle.data[first : first + length], self.value.dtype))
+        return Buffer(tensor_of(self.value.handle.data[first : first + length], self.value.dtype))
 
     def index(self, place):
         """One part of several, only to be written."""
@@ -149,7 +153,7 @@ class Buffer:
     def _write(self, place, array):
         whole = self.value.handle.data.copy()
         whole[place] = array
-        self.value = _tensor(whole, self.value.dtype)
+        self.value = tensor_of(whole, self.value.dtype)
 
     def reinterpret(self, dtype, shape, layout):
         """The same in another layout."""
@@ -165,7 +169,7 @@ class Buffer:
         self.value, self.there = value, True
 
 
-def _tensor(array, dtype):
+def tensor_of(array, dtype):
     return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
 
 
@@ -176,7 +180,7 @@ class Copies:
         self.asked, self.groups = [], []
 
     def async_load(self, buffer, source, mask=None):
-        buffer.value, buffer.there = tl.load(source, mask=_mask(mask), other=GARBAGE), False
+        buffer.value, buffer.there = tl.load(source, mask=mask_of(mask), other=GARBAGE), False
         self.asked.append(buffer)
 
     def commit_group(self):

@@ -1,4 +1,4 @@
-"""A warp that runs PTX on the CPU: the instructions of `kernels/bitserial_asm.py`, by all 32 lanes at once, in numpy.
+"""A warp that runs PTX on the CPU: the instructions that kernels are written in, by all 32 lanes at once, in numpy.
 
 A register is uint32 [32] or, of several warps, [warps, 32] (a half of one uint16), a predicate bool of that shape. Fragments
 of matrices as the PTX manual gives them: row or column g = lane / 4, and c = lane % 4 along the other dimension. An instruction
@@ -6,6 +6,7 @@ that is not known is an error.
 """
 
 import re
+from functools import cache
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def run(code, letters, *operands):
     With a dimension for warps between the two, each warp runs the code.
 
     Results may be given the registers of operands. The code runs a second time so, each result in place of the operand of its
-    number, and must come to the same.
+    number, and must come to the same, unless the one result is written last of all.
     """
     results = letters.count("=")
     registers = [row for operand in operands for row in packed(operand)]
@@ -27,14 +28,13 @@ def run(code, letters, *operands):
         warps = range(registers[0].shape[0])
         return np.stack([run(code, letters, *(operand[:, warp] for operand in operands)) for warp in warps], 1)
     assert len(registers) == len(letters.split(",")) - results, "operands fill as many registers as there are letters"
-    apart = _Warp({f"${i}": np.full(32, 0xDEADBEEF, np.uint32) for i in range(results)}, registers, results)
-    shared = _Warp({}, registers, results, {f"${i}": f"${results + i}" for i in range(results)})
-    for warp in (apart, shared):
+    ways = [_Warp({f"${i}": np.full(32, 0xDEADBEEF, np.uint32) for i in range(results)}, registers, results)]
+    if results > 1 or not _written_last(code):
+        ways.append(_Warp({}, registers, results, {f"${i}": f"${results + i}" for i in range(results)}))
+    for warp in ways:
         warp.run(code)
-    found = [
-        np.stack([np.broadcast_to(warp.read(f"${i}"), registers[0].shape) for i in range(results)]) for warp in (apart, shared)
-    ]
-    assert (found[0] == found[1]).all(), "a result is written before the operand in its register is read"
+    found = [np.stack([np.broadcast_to(warp.read(f"${i}"), registers[0].shape) for i in range(results)]) for warp in ways]
+    assert (found[0] == found[-1]).all(), "a result is written before the operand in its register is read"
     return found[0]
 
 
@@ -60,6 +60,28 @@ def _half(register):
     return np.stack([register & 0xFFFF, register >> 16]).astype(np.uint16).view(np.float16)
 
 
+@cache
+def _statements(code):
+    """Label and (guard, name, operands) of every statement, None for what is not there."""
+    found = []
+    for statement in code.strip().removeprefix("{").removesuffix("}").split(";"):
+        label, statement = re.fullmatch(r"\s*(?:(\w+):)?\s*(.*?)\s*", statement, re.DOTALL).groups()
+        parts = None
+        if statement and not statement.startswith(".reg"):
+            guard, name, operands = re.fullmatch(r"(?:@(\w+)\s+)?([\w.]+)\s+(.*)", statement, re.DOTALL).groups()
+            operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if part.strip()]
+            parts = guard, name, operands
+        found.append((label, parts))
+    return found
+
+
+@cache
+def _written_last(code):
+    """Whether no statement but the last writes result 0."""
+    *others, _ = [statement for _, statement in _statements(code) if statement]
+    return all("$0" not in operands[0] for _, _, operands in others)
+
+
 class _Warp:
     """Registers of 32 lanes, by name."""
 
@@ -82,23 +104,20 @@ class _Warp:
 
     def run(self, code):
         """Every statement, up to a label that all lanes jump to."""
-        body, skip_to = code.strip().removeprefix("{").removesuffix("}"), None
-        for statement in body.split(";"):
-            label, statement = re.fullmatch(r"\s*(?:(\w+):)?\s*(.*?)\s*", statement, re.DOTALL).groups()
+        skip_to = None
+        for label, statement in _statements(code):
             skip_to = None if label == skip_to else skip_to
-            if statement and skip_to is None and not statement.startswith(".reg"):
-                skip_to = self._step(statement)
+            if statement and skip_to is None:
+                skip_to = self._step(*statement)
         assert skip_to is None, f"no label {skip_to}"
 
-    def _step(self, statement):
+    def _step(self, guard, name, operands):
         """One statement; the label to go on from, if it jumps."""
-        guard, name, operands = re.fullmatch(r"(?:@(\w+)\s+)?([\w.]+)\s+(.*)", statement, re.DOTALL).groups()
-        operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if part.strip()]
         if name == "bra.uni":
             taken = self.registers[guard]
             assert taken.all() or not taken.any(), "lanes part ways at a uniform jump"
             return operands[0] if taken.all() else None
-        assert guard is None, statement
+        assert guard is None, name
         into, values = operands[0], [self._values(operand) for operand in operands[1:]]
         with np.errstate(all="ignore"):
             if into.startswith("{"):
@@ -170,9 +189,15 @@ def _max_nan(a, b):
     )
 
 
-def _mul_halves(a, b):
-    product = (_half(a).astype(np.float32) * _half(b)).astype(np.float16).view(np.uint16).astype(np.uint32)
-    return product[0] | product[1] << 16
+def _both(halves):
+    """Two numbers, [2, lanes], as fp16 in one register."""
+    low, high = halves.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return low | high << 16
+
+
+def _move(value):
+    """A register, or one made of two of 16 bits."""
+    return value[0].astype(np.uint32) | value[1].astype(np.uint32) << 16 if isinstance(value, list) else value
 
 
 def _shuffle(value, mask, clamp, members):
@@ -230,7 +255,7 @@ def _half_product(a, b, c):
 INSTRUCTIONS = {
     "mov.u32": lambda a: a,
     "mov.f32": lambda a: a,
-    "mov.b32": lambda a: a,
+    "mov.b32": _move,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
     "neg.f32": lambda a: a ^ 0x80000000,
     "max.f32": _max,
@@ -238,7 +263,9 @@ INSTRUCTIONS = {
     "mul.f32": lambda a, b: _bits(_float(a) * _float(b)),
     "rcp.approx.f32": lambda a: _bits(1 / _float(a)),
     "fma.rn.f32": _fma,
-    "mul.rn.f16x2": _mul_halves,
+    "mul.rn.f16x2": lambda a, b: _both(_half(a).astype(np.float32) * _half(b)),
+    "fma.rn.f16x2": lambda a, b, c: _both(_half(a).astype(np.float64) * _half(b) + _half(c)),
+    "cvt.rn.f16.f32": lambda a: _float(a).astype(np.float16).view(np.uint16),
     "cvt.rni.s32.f32": _cvt_to_int,
     "cvt.rn.f32.s32": lambda a: _bits(a.view(np.int32)),
     "cvt.f32.f16": lambda a: _bits(a.view(np.float16)),
