@@ -2,7 +2,7 @@
 
 Layouts are left out, but for those that copies of Hopper must find in shared memory; PTX is run by `ptx`, and groups take turns
 as `warp_groups` says. Reads and writes outside of the tensors of a launch are errors, and so are results made of what had not
-arrived.
+arrived. The lanes of a group are at one place all along, so a barrier among them that is missing is not seen.
 """
 
 import ast

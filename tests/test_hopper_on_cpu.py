@@ -30,11 +30,15 @@ def seeded():
 
 
 def few_bits(width, group, planes):
-    """A weight that the kernel holds exactly, but for offsets less scales, which need both parts of their product."""
+    """A weight that the kernel holds exactly, but for offsets less scales, which need both parts of their product.
+
+    Each expert has half the scales of the one before.
+    """
     shape = (EXPERTS, ROWS, width // group)
     signs = torch.rand(planes, *shape[:2], width) < 0.5
-    scales = [((torch.randint(128, 256, shape) >> c | 1) * 2.0**-9).half() for c in range(planes)]
-    offset = (torch.randint(-2047, 2048, shape) * 2.0**-11).half()
+    size = 2.0 ** -torch.arange(EXPERTS)[:, None, None]
+    scales = [((torch.randint(128, 256, shape) >> c | 1) * 2.0**-9 * size).half() for c in range(planes)]
+    offset = (torch.randint(-2047, 2048, shape) * 2.0**-11 * size).half()
     return EncodedWeight([pack_signs(positive) for positive in signs], scales, offset, None, width, group)
 
 

@@ -1,6 +1,6 @@
 """The Hopper kernel, compiled without a GPU: it is made of the copies and products that its cut asks for, and no others.
 
-What it computes is tested on such a card, in `test_cuda_hopper`.
+What it computes is tested in `test_hopper_on_cpu`, and on such a card in `test_cuda_hopper`.
 """
 
 import json

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-EARLY = 0.2  # chance that a copy arrives before a group goes on; else what reads it too soon is seldom seen
+EARLY = 0.2  # chance that a copy arrives before a group goes on, which takes less time than a copy
 
 
 class Stopped(BaseException):
@@ -70,7 +70,7 @@ class Groups:
                 function()
         except Stopped:
             pass
-        except Exception as error:
+        except BaseException as error:  # else the others would wait for it
             self.failure = self.failure or error
         self._next()
 
@@ -93,7 +93,7 @@ class Groups:
     def _deliver(self):
         try:
             self.under_way.pop(self.random.randrange(len(self.under_way)))()
-        except AssertionError as error:
+        except Exception as error:
             self.failure = error
 
 
