@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
@@ -30,7 +31,7 @@ LAUNCHED = ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_ker
 @cache
 def launched():
     """The kernels that `bitserial_experts` launches, by name."""
-    return {name: getattr(kernels(), name) for name in LAUNCHED}
+    return {name: Launched(getattr(kernels(), name)) for name in LAUNCHED}
 
 
 @cache
@@ -72,8 +73,8 @@ def language():
         "arange": lambda first, end, layout=None: tl.arange(first, end),
         "zeros": lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
         "convert_layout": lambda value, layout=None, assert_trivial=False: value,
-        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(at, mask=_mask(mask), other=other),
-        "store": lambda at, value, mask=None: tl.store(at, value, mask=_mask(mask)),
+        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(_inside(at, mask), mask=_mask(mask), other=other),
+        "store": lambda at, value, mask=None: tl.store(_inside(at, mask), value, mask=_mask(mask)),
         "static_range": range,
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": lambda dtype, shape, layout: Buffer(tl.full(shape, GARBAGE, dtype)),
@@ -103,6 +104,44 @@ def _mask(mask):
     if isinstance(mask, tl.tensor):
         return tl.tensor(TensorHandle(mask.handle.data.astype(np.bool_), tl.int1), mask.type)
     return mask
+
+
+class Launched:
+    """A kernel that reads and writes nowhere outside of the tensors it is given."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.launch(grid, given, options)
+
+    def launch(self, grid, given, options):
+        tensors = [t for part in (*given, *options.values()) for t in (part if isinstance(part, tuple) else (part,))]
+        ends = [(t.data_ptr(), t.data_ptr() + _bytes(t)) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+        HELD[:] = np.array(sorted(ends)).T
+        self.kernel[grid](*given, **options)
+
+
+HELD = []  # where the tensors of the present launch begin, rising, and where they end
+
+
+def _bytes(tensor):
+    """From its first element to the end of its last."""
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ) * tensor.element_size()
+
+
+def _inside(at, mask):
+    """Pointers, all of which, but for those that the mask leaves out, must be of one tensor or another."""
+    data, there = np.broadcast_arrays(at.handle.data, True if mask is None else _mask(mask).handle.data)
+    places, size = data[there].astype(np.int64), max(1, at.dtype.scalar.element_ty.primitive_bitwidth // 8)
+    begins, ends = HELD
+    before = np.searchsorted(begins, places, side="right") - 1
+    assert (before >= 0).all(), "memory before all tensors is read or written"
+    beyond = places + size - np.maximum.accumulate(ends)[before]
+    assert (beyond <= 0).all(), f"memory up to {beyond.max()} bytes behind a tensor is read or written"
+    return at
 
 
 def _program_id(axis):
@@ -176,7 +215,7 @@ class Copies:
         self.asked, self.groups = [], []
 
     def async_load(self, buffer, source, mask=None):
-        buffer.value, buffer.there = tl.load(source, mask=_mask(mask), other=GARBAGE), False
+        buffer.value, buffer.there = tl.load(_inside(source, mask), mask=_mask(mask), other=GARBAGE), False
         self.asked.append(buffer)
 
     def commit_group(self):
