@@ -17,11 +17,16 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def check_place(file: Path) -> None:
-    """Raise ValueError unless a file can be written there: its folder exists, and no folder has its name."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"folder {file.absolute().parent}, which should hold {file.name}, does not exist: make it first")
+    """Raise ValueError unless a file can be written there: into a folder that takes files, in place of nothing but a file."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"folder {folder}, which should hold {file.name}, does not exist: make it first")
     if file.is_dir():
         raise ValueError(f"{file} is a folder: give the name of a file")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is a device or a pipe, whose place a file would take: give the name of a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"folder {folder}, which should hold {file.name}, cannot be written to: choose another place")
 
 
 def read_json(file: Path, remedy: str) -> dict:

@@ -21,6 +21,7 @@ from dpamoe.kernels.bitserial_product import (
     pair_places,
     pairs_layout,
     places,
+    reads,
     room_for_sums,
     scaled,
     scales_of,
@@ -139,7 +140,9 @@ def _up_rows_free(
                         wait_for_copies(2)
                     else:
                         async_copy.wait_group(max(0, 2 - c // 2))
-                    dots = _dots(dots, buffers, planes, at, many, c, X, Y, weights, IN, C, CAP, NW, WIDTH, PIECES, MATRICES)
+                    dots = _dots(
+                        dots, buffers, planes, at, column, many, c, X, Y, weights, IN, C, CAP, NW, WIDTH, PIECES, MATRICES
+                    )  # fmt: skip
             for p in gl.static_range(PIECES):
                 for m in gl.static_range(MATRICES):
                     scale = own[p * MATRICES + m][1 + first // 4]
@@ -170,20 +173,21 @@ def _up_rows_tied(
     X, Y = _cut_inputs(x, column, input_, IN, NW, PIECES, TIED)
     wait_for_copies(0)
     at = (row + r) * (IN // 32) + column
-    return tied_rows(X, Y, own, buffers, planes, at, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
+    return tied_rows(X, Y, own, buffers, planes, at, column, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
 
 
 @gluon.jit
 def _dots(
-    dots, buffers, planes, at, many, c: gl.constexpr, X, Y, weights, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
-    NW: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
+    dots, buffers, planes, at, column, many, c: gl.constexpr, X, Y, weights, IN: gl.constexpr, C: gl.constexpr,
+    CAP: gl.constexpr, NW: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
     """Add the dots of planes c and c + 1 in every piece of both matrices; a second one that is not read has scale 0."""
     new = ()
     for p in gl.static_range(PIECES):
+        of_word = reads(column + p * 8 * NW, many, IN)
         for m in gl.static_range(MATRICES):
             source = at + (p * 8 * NW + m * WIDTH * (IN // 32))
-            one, other = two_planes(buffers, planes, source, many, c, m * PIECES + p, PIECES * MATRICES, C, CAP)
+            one, other = two_planes(buffers, planes, source, of_word, c, m * PIECES + p, PIECES * MATRICES, C, CAP)
             dot = dots[p * MATRICES + m]
             new = new + (add_dots(dot, one, other, X[p], Y[p], weights, many, c, False),)
     return new
@@ -308,7 +312,7 @@ def _places_of(
     found, scales, offset, unit, first_input, first_row, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
     PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
-    """Of each piece: planes, where its words stand, gate, where its inputs begin, the first one's number, scales."""
+    """Of each piece: planes, also of each word, where words stand, gate, where its inputs begin, the first's number, scales."""
     r, column, input_ = places(NW, TIED)
     line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
@@ -318,15 +322,16 @@ def _places_of(
         row = expert * OUT
         if TIED:
             gate *= gl.load(unit + expert)
-            of_row, word = _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW) * 8 + column % 8
-            scale = tied_scales(scales[0], offset, of_row, word, _spread(k, words, NW) > 0, IN, TIED)
+            of_row, of_word = _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW) * 8 + column % 8
+            scale = tied_scales(scales[0], offset, of_row, of_word, _spread(k, words, NW) > 0, IN, TIED)
         else:
             of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
             scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
         source = first_input + _spread(slot, words, NW) * IN
         k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
-        at = row * (IN // 32) + (pair * 8 + column % 8)
-        pieces = pieces + ((k, at, _spread(gate, words, NW), source, pair * 256 + input_, scale),)
+        word = pair * 8 + column % 8
+        at = row * (IN // 32) + word
+        pieces = pieces + ((k, reads(word, k, IN), at, _spread(gate, words, NW), source, pair * 256 + input_, scale),)
     return pieces
 
 
@@ -338,7 +343,7 @@ def _down_rows(
     """Sum over the slots of gate * W_k hidden, for 16 rows."""
     X, Y = (), ()
     for p in gl.static_range(PIECES):
-        k, _, _, source, start, _ = pieces[p]
+        k, _, _, _, source, start, _ = pieces[p]
         X = X + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
         start += 128
         Y = Y + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
@@ -347,28 +352,30 @@ def _down_rows(
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     wait_for_copies(0)
     for p in gl.static_range(PIECES):
-        k, at, gate, _, _, own = pieces[p]
+        k, of_word, at, gate, _, _, own = pieces[p]
         x, y = cut(X[p], TIED), cut(Y[p], TIED)
         if TIED:
-            whole += gate * _tied_dot(x, y, own, buffers, planes, at, k, most, p, PIECES, C, CAP)
+            whole += gate * _tied_dot(x, y, own, buffers, planes, at, k, of_word, most, p, PIECES, C, CAP)
         else:
-            whole += gate * _piece_dot(x, y, own, buffers, planes, at, weights, k, fewest, most, p, PIECES, C, CAP)
+            whole += gate * _piece_dot(
+                x, y, own, buffers, planes, at, weights, k, of_word, fewest, most, p, PIECES, C, CAP
+            )  # fmt: skip
     return whole
 
 
 @gluon.jit
 def _piece_dot(
-    X, Y, own, buffers, planes, at, weights, k, fewest, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr,
-    CAP: gl.constexpr,
+    X, Y, own, buffers, planes, at, weights, k, of_word, fewest, most, p: gl.constexpr, PIECES: gl.constexpr,
+    C: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    """What the p-th pair of groups of each warp adds."""
+    """What the p-th pair of groups of each warp adds; of_word: planes that are read of each word."""
     own_zero = (X * 0).to(gl.float32)
     total = with_offset(own_zero, own[0], X, Y, False)
     for first in gl.static_range(0, C, 4):
         if first < most:
             dots = own_zero
             for c in gl.static_range(first, min(first + 4, C), 2):
-                one, other = two_planes(buffers, planes, at, k, c, p, PIECES, C, CAP)
+                one, other = two_planes(buffers, planes, at, of_word, c, p, PIECES, C, CAP)
                 if first + 4 <= fewest:
                     dots = add_dots(dots, one, other, X, Y, weights, k, c, False)
                 else:
@@ -379,12 +386,13 @@ def _piece_dot(
 
 @gluon.jit
 def _tied_dot(
-    X, Y, own, buffers, planes, at, k, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr
+    X, Y, own, buffers, planes, at, k, of_word, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr,
+    CAP: gl.constexpr,
 ):  # fmt: skip
     """`_piece_dot` with tied scales."""
     spread_x, spread_y, zero = spread(X), spread(Y), (X * 0).to(gl.float32)
     if most <= 4:
-        numbers = numbers_of(buffers, planes, at, k, p, PIECES, True, C, CAP)
+        numbers = numbers_of(buffers, planes, at, of_word, p, PIECES, True, C, CAP)
     else:
-        numbers = numbers_of(buffers, planes, at, k, p, PIECES, False, C, CAP)
+        numbers = numbers_of(buffers, planes, at, of_word, p, PIECES, False, C, CAP)
     return add_numbers(zero, numbers, own, k, X, Y, spread_x, spread_y, False)

@@ -14,6 +14,7 @@ from dpamoe.kernels.bitserial_product import (
     cut,
     input_of,
     of_warps,
+    reads,
     room_for_pairs,
     scaled,
     scales_of_rows,
@@ -224,7 +225,7 @@ def _rows(
             total = stored_rows(X, Y, own[2], buffers, many, k, own[1], PIECES, MATRICES, NWK, RT)
         else:
             at = row * (IN // 32) + column
-            total = tied_rows(X, Y, own[2], buffers, planes, at, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
+            total = tied_rows(X, Y, own[2], buffers, planes, at, column, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NWK, RT)
         total *= own[0]
     else:
         total = _scaled_rows(
@@ -242,6 +243,7 @@ def _scaled_rows(
     total = gl.zeros([16 * RT, 8 * NWK], gl.float32, words_layout(NWK, RT))
     many = (column + row.to(gl.int32)) * 0 + k
     for p in gl.static_range(PIECES):
+        of_word = reads(column + p * 8 * NWK, many, IN)
         for m in gl.static_range(MATRICES):
             found = own[p * MATRICES + m]
             total = with_offset(total, gl.where(many > 0, found[0], 0), X[p], Y[p], m == 1)
@@ -250,7 +252,7 @@ def _scaled_rows(
                     scale = gl.where(column % 4 + many * 0 < k - first, found[1 + first // 4], 0)
                     at = (row + m * WIDTH) * (IN // 32) + (column + p * 8 * NWK)
                     total = _planes(
-                        total, first, buffers, planes, at, scale, X[p], Y[p], weights, many, k,
+                        total, first, buffers, planes, at, scale, X[p], Y[p], weights, of_word, k,
                         m * PIECES + p, PIECES * MATRICES, m == 1, C, CAP,
                     )  # fmt: skip
     return total

@@ -178,10 +178,19 @@ def scales_of_rows(
 
 
 @gluon.jit
+def reads(word, k, IN: gl.constexpr):
+    """Planes that are read of each word of a row: none behind its inputs."""
+    return gl.where(word < IN // 32, k, 0)
+
+
+@gluon.jit
 def two_planes(
     buffers, planes, at, k, c: gl.constexpr, UNIT: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr
 ):  # fmt: skip
-    """Words of planes c and c + 1, from shared memory, or as they stand; a plane that is not read may be anything."""
+    """Words of planes c and c + 1, from shared memory, or as they stand; a plane that is not read may be anything.
+
+    k: planes that are read of each word, from `reads`.
+    """
     both = ()
     for i in gl.static_range(2):
         if c + i < CAP:

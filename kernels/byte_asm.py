@@ -55,11 +55,11 @@ def _dots() -> str:
 def _scale(first: int) -> str:
     """Rows 4-7 plus scales 12-15 times (dots 8-11 plus shifts 16-19 times the sums), cut rows 20-23 and 24-27."""
     taken, put = taken_and_put(first)
-    text = "{ .reg .f32 a0, a1, s0, q0, s1, q1, t;\n"
+    text = "{ .reg .f32 a0, a1, s0, q0, s1, q1, t, p;\n"
     text += "mov.b32 s0, $22; mov.b32 q0, $23; mov.b32 s1, $26; mov.b32 q1, $27;\n" + taken
     for i in range(4):
-        text += f"fma.rn.f32 t, ${16 + i}, q{i // 2}, ${8 + i}; mul.f32 t, t, s{i // 2}; "
-        text += f"fma.rn.f32 a{i % 2}, ${12 + i}, t, a{i % 2};\n"
+        text += f"fma.rn.f32 t, ${16 + i}, q{i // 2}, ${8 + i}; mul.f32 p, ${12 + i}, s{i // 2}; "
+        text += f"fma.rn.f32 a{i % 2}, p, t, a{i % 2};\n"
     return text + put
 
 

@@ -8,7 +8,7 @@ themselves. Tensors of words are those of `bitserial_product`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.bitserial_product import words_layout
+from dpamoe.kernels.bitserial_product import reads, words_layout
 from dpamoe.kernels.byte_asm import (
     DOTS,
     DOTS_LETTERS,
@@ -71,7 +71,7 @@ def numbers_of(
 ):  # fmt: skip
     """Eight words of 8-bit numbers: byte j of word p has, of input 8j + p, the bits of the first k planes, plane 0 on top.
 
-    k: words; FEW: whether all of them are at most 4. Planes come as in `two_planes`.
+    k: words, from `reads`; FEW: whether all of them are at most 4. Planes come as in `two_planes`.
     """
     words = ()
     for c in gl.static_range(7, -1, -1):
@@ -116,36 +116,36 @@ def tied_scales_of_rows(
 
 @gluon.jit
 def tied_rows(
-    X, Y, own, buffers, planes, at, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr,
+    X, Y, own, buffers, planes, at, column, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, WIDTH: gl.constexpr,
     PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
     """W_k x of a tile's rows, in units of the expert: of the first matrix in registers 0 and 1, of the second in 2 and 3.
 
-    at: where words stand; k: a number.
+    at: where words stand, in which column; k: a number.
     """
     if C <= 4:
-        total = _tied_rows(X, Y, own, buffers, planes, at, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
+        total = _tied_rows(X, Y, own, buffers, planes, at, column, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
     else:
         if k <= 4:
-            total = _tied_rows(X, Y, own, buffers, planes, at, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
+            total = _tied_rows(X, Y, own, buffers, planes, at, column, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
         else:
-            total = _tied_rows(X, Y, own, buffers, planes, at, k, False, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
+            total = _tied_rows(X, Y, own, buffers, planes, at, column, k, False, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
     return total
 
 
 @gluon.jit
 def _tied_rows(
-    X, Y, own, buffers, planes, at, k, FEW: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
+    X, Y, own, buffers, planes, at, column, k, FEW: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
 ):  # fmt: skip
     """`tied_rows`; FEW: at most 4 planes."""
     total = gl.zeros([16 * RT, 8 * NW], gl.float32, words_layout(NW, RT))
     many = at.to(gl.int32) * 0 + k
     for p in gl.static_range(PIECES):
-        spread_x, spread_y = spread(X[p]), spread(Y[p])
+        spread_x, spread_y, of_word = spread(X[p]), spread(Y[p]), reads(column + p * 8 * NW, many, IN)
         for m in gl.static_range(MATRICES):
             source = at + (p * 8 * NW + m * WIDTH * (IN // 32))
-            numbers = numbers_of(buffers, planes, source, many, m * PIECES + p, PIECES * MATRICES, FEW, C, CAP)
+            numbers = numbers_of(buffers, planes, source, of_word, m * PIECES + p, PIECES * MATRICES, FEW, C, CAP)
             total = add_numbers(total, numbers, own[p * MATRICES + m], many, X[p], Y[p], spread_x, spread_y, m == 1)
     return total
 

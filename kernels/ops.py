@@ -18,7 +18,7 @@ from dpamoe.kernels.define import define, define_counted
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
-BITS = "1-bit products"
+BITS = "1-bit and 8-bit products"
 ALLOCATED_INSIDE = 32  # active experts up to which the decode kernel allocates by itself, in one warp
 
 
@@ -67,8 +67,8 @@ def _or_else(own: Callable[[], Tensor], portable: Callable[[], Tensor], kernels:
 
 
 def _kernels(name: str, device: torch.device, weights: tuple[EncodedWeight, ...]) -> tuple:
-    """What an entry of `_broken` names: kernels, device, shapes."""
-    return name, device, *(tuple(weight.offset.shape) for weight in weights)
+    """What an entry of `_broken` names: kernels, device, shapes and types of scales."""
+    return name, device, *((tuple(weight.offset.shape), weight.offset.dtype) for weight in weights)
 
 
 _broken: list[tuple] = []  # kernels that this version of Triton does not make, on which device, for which weights
@@ -307,7 +307,7 @@ def _allocated_inside(x, expert_ids, gates, both: tuple, one_k: bool, source) ->
 
 
 def _has_bits(x: Tensor, expert_ids: Tensor, up: EncodedWeight, down: EncodedWeight) -> bool:
-    """Whether the 1-bit products compute this expert block."""
+    """Whether the bit-serial kernels compute this expert block."""
     if not paths.has_bits(x.device) or _kernels(BITS, x.device, (up, down)) in _broken:
         return False
     from dpamoe.kernels import bitserial_experts

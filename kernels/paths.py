@@ -197,7 +197,8 @@ def _prefill_from(shape: Shape, device: torch.device, bits: bool) -> int:
     """First number of tokens that prefill computes. The estimate fills in below and above what was measured."""
     estimate = estimated_prefill_from(shape, bits)
     costs = measured(shape, device)
-    if costs is None or not costs.microseconds or (bits and not costs.has_bits):
+    estimated = bits and shape.scale_mode == "shared"  # with tied scales what was not measured is not taken
+    if costs is None or not costs.microseconds or (estimated and not costs.has_bits):
         return estimate
     start = costs.prefill_from
     if start is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
@@ -30,7 +31,7 @@ LAUNCHED = ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_ker
 @cache
 def launched():
     """The kernels that `bitserial_experts` launches, by name."""
-    return {name: getattr(kernels(), name) for name in LAUNCHED}
+    return {name: Launched(getattr(kernels(), name)) for name in LAUNCHED}
 
 
 @cache
@@ -76,8 +77,8 @@ def language(own):
         "arange": lambda first, end, layout=None: tl.arange(first, end),
         "zeros": lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
         "convert_layout": lambda value, layout=None, assert_trivial=False: value,
-        "load": lambda at, mask=None, other=None, cache_modifier="": tl.load(at, mask=mask_of(mask), other=other),
-        "store": lambda at, value, mask=None: tl.store(at, value, mask=mask_of(mask)),
+        "load": _load,
+        "store": lambda at, value, mask=None: tl.store(BOUNDS.check(at, mask), value, mask=mask_of(mask)),
         "static_range": range,
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": lambda dtype, shape, layout: Buffer(tl.full(shape, GARBAGE, dtype)),
@@ -107,6 +108,50 @@ def mask_of(mask):
     if isinstance(mask, tl.tensor):
         return tl.tensor(TensorHandle(mask.handle.data.astype(np.bool_), tl.int1), mask.type)
     return mask
+
+
+class Bounds:
+    """Where the tensors of a launch begin and end: outside of them nothing may be read or written."""
+
+    def hold(self, arguments):
+        parts = [one for part in arguments for one in (part if isinstance(part, tuple) else (part,))]
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        self.begins, ends = np.array(sorted((t.data_ptr(), t.data_ptr() + _bytes(t)) for t in tensors if t.numel())).T
+        self.ends = np.maximum.accumulate(ends)
+
+    def check(self, at, mask):
+        """The pointers, all of which, but for those that the mask leaves out, must be of one tensor or another."""
+        data, there = np.broadcast_arrays(at.handle.data, True if mask is None else mask_of(mask).handle.data)
+        places, size = data[there].astype(np.int64), max(1, at.dtype.scalar.element_ty.primitive_bitwidth // 8)
+        before = np.searchsorted(self.begins, places, side="right") - 1
+        assert (before >= 0).all(), "memory before all tensors is read or written"
+        beyond = places + size - self.ends[before]
+        assert (beyond <= 0).all(), f"memory up to {beyond.max()} bytes behind a tensor is read or written"
+        return at
+
+
+def _bytes(tensor):
+    """From its first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
+
+
+class Launched:
+    """A kernel that reads and writes nowhere outside of the tensors it is given."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.launch(grid, given, options)
+
+    def launch(self, grid, given, options):
+        BOUNDS.hold((*given, *options.values()))
+        self.kernel[grid](*given, **options)
+
+
+def _load(at, mask=None, other=None, cache_modifier=""):
+    return tl.load(BOUNDS.check(at, mask), mask=mask_of(mask), other=other)
 
 
 def _program_id(axis):
@@ -180,7 +225,7 @@ class Copies:
         self.asked, self.groups = [], []
 
     def async_load(self, buffer, source, mask=None):
-        buffer.value, buffer.there = tl.load(source, mask=mask_of(mask), other=GARBAGE), False
+        buffer.value, buffer.there = tl.load(BOUNDS.check(source, mask), mask=mask_of(mask), other=GARBAGE), False
         self.asked.append(buffer)
 
     def commit_group(self):
@@ -193,5 +238,6 @@ class Copies:
             buffer.there = True
 
 
+BOUNDS = Bounds()
 COPIES = Copies()
 WAITS = SimpleNamespace(each=lambda: None)  # what happens where a kernel waits for the one before it

@@ -16,7 +16,6 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gluon_language
 from triton.runtime.interpreter import GridExecutor
@@ -35,7 +34,7 @@ class Hopper:
     """Launches of the kernel; the seed is for the order in which its groups go on and copies arrive."""
 
     def __init__(self, seed):
-        self.random = Random(seed)
+        self.random, self.bounds = Random(seed), gluon_on_cpu.Bounds()
         plain, language = SimpleNamespace(jit=_plain, constexpr_function=_plain), gluon_on_cpu.language(self._language())
         self.names = {"triton": plain, "gluon": plain, "gl": language, "tl": language, "range": _range, "interpreted": tl}
         self.names |= {"hopper": self._hopper(), "async_copy": self._async_copy()}
@@ -49,9 +48,7 @@ class Hopper:
         return partial(self._launch, grid)
 
     def _launch(self, grid, *arguments, **options):
-        tensors = [t for a in arguments for t in (a if isinstance(a, tuple) else (a,)) if isinstance(t, torch.Tensor)]
-        ends = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
-        self.first, self.end = np.array(ends, np.uint64).T
+        self.bounds.hold(arguments)
         kernel = self.names["hopper_prefill_kernel"]
         GridExecutor(kernel, list(signature(kernel).parameters), grid)(*arguments, **options)
 
@@ -105,21 +102,13 @@ class Hopper:
     def _known(self):
         return self.groups.known[self.groups.current]
 
-    def _inside(self, at, mask):
-        first = at.handle.data.astype(np.uint64)
-        held = np.broadcast_to(True if mask is None else mask.handle.data, first.shape).astype(bool)
-        own = np.searchsorted(self.first, first, "right").astype(np.int64) - 1
-        size = np.uint64(at.dtype.element_ty.primitive_bitwidth // 8)
-        there = (own >= 0) & (first + size <= self.end[own])
-        assert there[held].all(), "memory outside of all tensors"
-
     def _load(self, at, mask=None, other=None):
-        self._inside(at, mask)
+        self.bounds.check(at, mask)
         return tl.load(at, mask=mask_of(mask), other=other)
 
     def _store(self, at, value, mask):
         at, mask = tl.broadcast(at, value)[0], tl.broadcast(mask, value)[0]
-        self._inside(at, mask)
+        self.bounds.check(at, mask)
         assert not np.isnan(value.handle.data[mask.handle.data.astype(bool)]).any(), "a result of what had not arrived"
         tl.store(at, value, mask=mask_of(mask))
 
@@ -137,7 +126,7 @@ class Hopper:
 
     def _copy(self, part, source):
         """Of Ampere."""
-        self._inside(source, None)
+        self.bounds.check(source, None)
         value = tl.load(source).handle.data
         assert value.shape[1] * value.itemsize >= 4, "less than a copy can move"
         part.ask(self._known())

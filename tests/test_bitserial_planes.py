@@ -97,7 +97,7 @@ def test_planes_are_counted(bits_on_cpu, random_encoded, convex_table, rule, tok
     """In a call of few pairs, and in one whose pairs are put in order; padding has no planes."""
     (ids, gates), k_max = routing(tokens, 4), torch.tensor(7, dtype=torch.int32)
     assert (tokens * 4 > bits_on_cpu.FEW) == (tokens == 9)
-    up, down = random_encoded(EXPERTS, 64, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
+    up, down = random_encoded(EXPERTS, 128, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
     chunks, spent = torch.full(ids.shape, -7, dtype=torch.int32), torch.arange(9)
     if rule == "rank":
         source = allocation.Allocation(gates, convex_table(EXPERTS), torch.tensor(4.3), k_max, 2, spent)

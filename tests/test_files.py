@@ -51,3 +51,12 @@ def test_where_a_file_may_be_written(tmp_path):
         check_place(tmp_path / "no" / "a.json")
     with pytest.raises(ValueError, match="is a folder: give the name of a file"):
         check_place(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a device or a pipe, whose place a file would take"):
+        check_place(tmp_path / "pipe")
+
+
+def test_a_folder_that_takes_no_files_is_found_before_it_is_written_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"folder {tmp_path}, which should hold a.json, cannot be written to"):
+        check_place(tmp_path / "a.json")

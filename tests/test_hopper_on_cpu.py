@@ -208,7 +208,7 @@ def without_waits(names, count):
 
 
 ARRIVED, STUCK, MORE = "of what had not arrived", "wait for what never happens", "more arrive at a barrier"
-READ, COPIED, OUTSIDE = "where others may read", "where another may be under way", "outside of all tensors"
+READ, COPIED, OUTSIDE = "where others may read", "where another may be under way", "behind a tensor"
 # functions that take the place of others, by the names of those, and what may be said of it first
 FAULTS = {
     "rows are not waited for": (lambda names: {"_arrive": nothing}, (ARRIVED, COPIED, MORE)),

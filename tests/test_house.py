@@ -174,8 +174,9 @@ def test_functions_are_short():
 
 def text_files():
     """Yield (path below the root, text) of every text file in the repository, those of `.ci` and `.git` excepted."""
+    here = [path for path in ROOT.iterdir() if path.name != ".git"]  # a file in a second working tree
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    for path in sorted(path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.parent.name != "__pycache__"):
+    for path in sorted(path for path in [*here, *below] if path.is_file() and path.parent.name != "__pycache__"):
         try:
             yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
         except UnicodeDecodeError:

@@ -105,6 +105,9 @@ def test_with_tied_scales_the_bit_serial_kernels_run_where_they_were_measured(st
     tied = replace(SHAPE, group_size=32, scale_mode="tied")
     assert first_prefill(tied, bits=True) == first_prefill(tied) == 27
     assert {paths.choose(tied, tokens, CPU, True) for tokens in range(1, 27)} == {"decode"}
+    costs = Costs(times(t1=(1, 9), t4=(9, 8), t16=(9, 8)), None, 4.0, "2026-01-31", "2", "3")
+    paths.save_costs(paths.device_name(CPU), {tied.key: costs})  # a file of before
+    assert [paths.choose(tied, tokens, CPU, True) for tokens in (1, 3, 4)] == ["decode", "decode", "prefill"]
     costs = Costs(all_three(t1=(9, 5, 90), t64=(99, 80, 60)), None, 4.0, "2026-01-31", "2", "3")
     paths.save_costs(paths.device_name(CPU), {tied.key: costs})
     assert [paths.choose(tied, tokens, CPU, True) for tokens in (1, 63, 64)] == ["bits", "bits", "prefill"]

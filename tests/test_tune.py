@@ -8,7 +8,7 @@ import torch
 from dpamoe import measure, synthetic, tune
 from dpamoe.cli.main import main
 from dpamoe.kernels import paths
-from dpamoe.modules import layer_shape
+from dpamoe.modules import EncodedExperts, layer_shape
 from dpamoe.spec import EncodeSpec, SpendSpec
 
 CPU = torch.device("cpu")
@@ -127,6 +127,18 @@ def test_both_paths_get_the_same_planes_at_the_budget(folder, store_costs, monke
     for (_, one), (_, other) in (seen[:2], seen[2:]):
         assert all(torch.equal(a, b) and (a.sum(1) == 7).all() for a, b in zip(one, other, strict=True))
     assert not torch.equal(seen[0][1][0], seen[2][1][0]) and not torch.equal(seen[0][1][0], seen[0][1][1])
+
+
+def test_a_path_that_computes_something_else_is_left_out(folder, store_costs, made_up, monkeypatch):
+    """Off by 3 %, or no number at all; the first path stands for itself."""
+    compute = EncodedExperts.compute
+    for factor in (1.03, float("nan")):
+        wrong = lambda self, *given, by=factor: compute(self, *given) * (by if paths.choose(None, 0, CPU) == "prefill" else 1)  # noqa: E731
+        monkeypatch.setattr(EncodedExperts, "compute", wrong)
+        with pytest.warns(UserWarning, match="path prefill is .* of the norm from decode at 64 tokens, more than 0.02"):
+            outcome = tune.tune(folder, CPU, SPEC, 4.0, TOKENS)
+        assert paths.load_costs("cpu")[KEY].microseconds[64].keys() == {"decode"}
+        assert outcome["shapes"][0]["prefill_from"] is None and KEY in tune.table(outcome)
 
 
 def test_a_budget_out_of_range(folder, store_costs):

@@ -16,4 +16,5 @@ def terminated_is_interrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:  # else it was not set from Python, and cannot be
+            signal.signal(signal.SIGTERM, before)
