@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import warnings
 from importlib import resources
 from pathlib import Path
@@ -118,6 +119,14 @@ def _random_encoded(experts, out_features, in_features, group_size, planes=8, ti
     size = [0.5**c * (0.5 + torch.rand(shape, generator=random)) * in_features**-0.5 for c in range(planes)]
     offset = torch.randn(shape, generator=random) * in_features**-0.5
     return EncodedWeight(packed, [scale.half() for scale in size], offset.half(), None, in_features, group_size)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C reaches this process and those that it starts, also where a shell that runs tests in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

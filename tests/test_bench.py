@@ -246,13 +246,11 @@ def test_the_object_in_the_file_is_the_one_printed(folder, run, tmp_path):
     (lambda: torch.empty(1 << 60), 1, "error: RuntimeError: "),
 ], ids=["ctrl-c", "sigterm", "error"])  # fmt: skip
 def test_what_was_measured_stays_whatever_ends_the_run(
-    folder, tmp_path, monkeypatch, capsys, request, flags, end, code, words
+    folder, tmp_path, monkeypatch, capsys, ctrl_c, flags, end, code, words
 ):  # fmt: skip
     """The second of our rows does not come to its end; a file from before is replaced by what this run measured."""
     file, calls = tmp_path / "bench.json", []
     file.write_text("{}")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def second_ends(measured):
         def measure(*args):

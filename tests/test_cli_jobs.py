@@ -111,7 +111,7 @@ def test_one_that_is_killed_ends_all_and_any_number_goes_on(arguments, one, tmp_
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all(arguments, one, tmp_path):
+def test_ctrl_c_ends_all(arguments, one, tmp_path, ctrl_c):
     out = tmp_path / "model"
     children = []
 
