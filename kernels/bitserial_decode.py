@@ -391,8 +391,5 @@ def _tied_dot(
 ):  # fmt: skip
     """`_piece_dot` with tied scales."""
     spread_x, spread_y, zero = spread(X), spread(Y), (X * 0).to(gl.float32)
-    if most <= 4:
-        numbers = numbers_of(buffers, planes, at, of_word, p, PIECES, True, C, CAP)
-    else:
-        numbers = numbers_of(buffers, planes, at, of_word, p, PIECES, False, C, CAP)
+    numbers = numbers_of(buffers, planes, at, of_word, most, p, PIECES, C, CAP)
     return add_numbers(zero, numbers, own, k, X, Y, spread_x, spread_y, False)

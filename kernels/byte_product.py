@@ -66,16 +66,29 @@ def _transposed(word):
 
 
 @gluon.jit
-def numbers_of(
-    buffers, planes, at, k, UNIT: gl.constexpr, UNITS: gl.constexpr, FEW: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr
-):  # fmt: skip
+def numbers_of(buffers, planes, at, k, most, UNIT: gl.constexpr, UNITS: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr):
     """Eight words of 8-bit numbers: byte j of word p has, of input 8j + p, the bits of the first k planes, plane 0 on top.
 
-    k: words, from `reads`; FEW: whether all of them are at most 4. Planes come as in `two_planes`.
+    k: words, from `reads`; most: at least all of them. Planes come as in `two_planes`.
     """
+    if C <= 4:
+        numbers = _numbers(buffers, planes, at, k, C, UNIT, UNITS, CAP)
+    else:
+        if most <= 4:
+            numbers = _numbers(buffers, planes, at, k, 4, UNIT, UNITS, CAP)
+        else:
+            numbers = _numbers(buffers, planes, at, k, C, UNIT, UNITS, CAP)
+    return numbers
+
+
+@gluon.jit
+def _numbers(
+    buffers, planes, at, k, MOST: gl.constexpr, UNIT: gl.constexpr, UNITS: gl.constexpr, CAP: gl.constexpr
+):  # fmt: skip
+    """`numbers_of` at most MOST planes."""
     words = ()
     for c in gl.static_range(7, -1, -1):
-        if c >= C or (FEW and c >= 4):
+        if c >= MOST:
             word = at.to(gl.int32) * 0
         elif c < CAP:
             word = gl.where(k > c, buffers[c * UNITS + UNIT].load(at.type.layout), 0)
@@ -123,29 +136,13 @@ def tied_rows(
 
     at: where words stand, in which column; k: a number.
     """
-    if C <= 4:
-        total = _tied_rows(X, Y, own, buffers, planes, at, column, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
-    else:
-        if k <= 4:
-            total = _tied_rows(X, Y, own, buffers, planes, at, column, k, True, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
-        else:
-            total = _tied_rows(X, Y, own, buffers, planes, at, column, k, False, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, RT)
-    return total
-
-
-@gluon.jit
-def _tied_rows(
-    X, Y, own, buffers, planes, at, column, k, FEW: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
-    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, NW: gl.constexpr, RT: gl.constexpr,
-):  # fmt: skip
-    """`tied_rows`; FEW: at most 4 planes."""
     total = gl.zeros([16 * RT, 8 * NW], gl.float32, words_layout(NW, RT))
     many = at.to(gl.int32) * 0 + k
     for p in gl.static_range(PIECES):
         spread_x, spread_y, of_word = spread(X[p]), spread(Y[p]), reads(column + p * 8 * NW, many, IN)
         for m in gl.static_range(MATRICES):
             source = at + (p * 8 * NW + m * WIDTH * (IN // 32))
-            numbers = numbers_of(buffers, planes, source, of_word, m * PIECES + p, PIECES * MATRICES, FEW, C, CAP)
+            numbers = numbers_of(buffers, planes, source, of_word, k, m * PIECES + p, PIECES * MATRICES, C, CAP)
             total = add_numbers(total, numbers, own[p * MATRICES + m], many, X[p], Y[p], spread_x, spread_y, m == 1)
     return total
 
@@ -155,13 +152,7 @@ def put_together(buffers, planes, at, most, UNITS: gl.constexpr, C: gl.constexpr
     """Numbers in place of the planes in shared memory, `most` of them: word p of a unit (of piece and matrix) in the p-th."""
     many = at.to(gl.int32) * 0 + most
     for unit in gl.static_range(UNITS):
-        if C <= 4:
-            numbers = numbers_of(buffers, planes, at, many, unit, UNITS, True, C, C)
-        else:
-            if most <= 4:
-                numbers = numbers_of(buffers, planes, at, many, unit, UNITS, True, C, C)
-            else:
-                numbers = numbers_of(buffers, planes, at, many, unit, UNITS, False, C, C)
+        numbers = numbers_of(buffers, planes, at, many, most, unit, UNITS, C, C)
         for p in gl.static_range(8):
             buffers[p * UNITS + unit].store(numbers[p])
 
