@@ -82,7 +82,7 @@ def _encoded_rows(
         synthetic.weigh(layer, device, seed)
     jobs = [(count, *spend) for count in tokens for spend in SPENDS]
     for count, allocation, scope in track(jobs, "bench", lambda job: f"{job[0]} tokens, {job[1]} by {job[2]}"):
-        run = _compiled(device)
+        run = compiled(device)
         inputs = [synthetic.routing(layers[0].site, count, device, seed) for seed in range(len(layers))]
         for budget in sorted(budgets, reverse=True):
             for layer in layers:
@@ -97,16 +97,17 @@ def _spend(budget: float, allocation: str, scope: str) -> SpendSpec:
     return SpendSpec(budget, allocation, scope)
 
 
-def _compiled(device: torch.device) -> Callable:
-    """A call of one layer; compiled anew for every shape and way to spend, the layers share it."""
-    if device.type != "cuda":
-        return _call
-    torch.compiler.reset()
-    return torch.compile(_call, backend=compile_backend, dynamic=False, fullgraph=True)
-
-
-def _call(layer: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def call(layer: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A layer, as a model calls it."""
     return layer(hidden, index, weights)
+
+
+def compiled(device: torch.device, function: Callable = call) -> Callable:
+    """A function of one layer; compiled anew for every shape and way to spend, the layers share it."""
+    if device.type != "cuda":
+        return function
+    torch.compiler.reset()
+    return torch.compile(function, backend=compile_backend, dynamic=False, fullgraph=True)
 
 
 def _timed(layers: list[EncodedExperts], inputs: list[tuple], run: Callable, copied: float, device: torch.device) -> dict:

@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from dpamoe.kernels import bitserial_decode as decode
-from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
+from .in_fp64 import error
 from .layouts import held, once
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
@@ -31,13 +31,6 @@ def block(random_encoded):
         return weights[0], biases[0], weights[1], biases[1], activation
 
     return make
-
-
-def error(found, x, ids, gates, chunks, block):
-    up, up_bias, down, down_bias, activation = block
-    biases = [bias if bias is None else bias.double() for bias in (up_bias, down_bias)]
-    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def rows(tokens, width):

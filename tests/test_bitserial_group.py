@@ -8,6 +8,8 @@ pytest.importorskip("triton.experimental.gluon")
 from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import is_gated
 
+from .in_fp64 import error
+
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
 
@@ -47,13 +49,6 @@ def make(random_encoded, experts, hidden, inner, activation, planes=8):
     return up, torch.randn(experts, rows), down, torch.randn(experts, 64), activation
 
 
-def error(found, x, ids, gates, chunks, block):
-    up, up_bias, down, down_bias, activation = block
-    biases = up_bias.double(), down_bias.double()
-    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
-    return float((found.double() - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("held", [2, 8])
 @pytest.mark.parametrize("experts", [3, 40])
 def test_pairs_of_an_expert_with_planes_of_their_own(many, bits_on_cpu, random_encoded, monkeypatch, held, experts):
@@ -85,10 +80,10 @@ def test_more_pairs_of_an_expert_than_sums_are_exchanged_of_at_once(many, random
         assert torch.equal(many(*(part[some] for part in call), *layer), found[some])
 
 
-@pytest.mark.parametrize("inner", [128, 640])
-def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded, inner):
+@pytest.mark.parametrize("inner, group, tied", [(128, 128, False), (640, 128, False), (640, 32, True)])
+def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded, inner, group, tied):
     """Fewer groups than warps, and more, the last of them alone."""
-    weight, rows = random_encoded(2, 64, inner, 128, 3), torch.randn(4, inner)
+    weight, rows = random_encoded(2, 64, inner, group, 3, tied=tied), torch.randn(4, inner)
     ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
     _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
     found = torch.zeros(2, 4, 64)

@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import is_gated
+
+from .in_fp64 import error
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
@@ -36,13 +37,6 @@ def block(random_encoded):
         return up, biases[0], down, biases[1], activation
 
     return make
-
-
-def error(found, x, ids, gates, chunks, block):
-    up, up_bias, down, down_bias, activation = block
-    biases = [bias if bias is None else bias.double() for bias in (up_bias, down_bias)]
-    expected = grouped.expert_ffn(x.double(), ids, gates.double(), chunks, up, biases[0], down, biases[1], activation)
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("held", [2, pytest.param(8, marks=pytest.mark.slow)])
@@ -101,19 +95,6 @@ def test_a_number_that_is_none_stays_in_its_token(ffn, block):
     x[1, 50] = float("nan")
     found = ffn(x, ids, gates, chunks, *layer)
     assert found[1].isnan().all() and error(found[:1], x[:1], ids[:1], gates[:1], chunks[:1], layer) < ERROR
-
-
-def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, random_encoded):
-    """Also where the last group stands alone, and warps have different groups."""
-    weight, rows = random_encoded(2, 64, 640, 32, 3, tied=True), torch.randn(4, 640)
-    ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
-    _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
-    found = torch.zeros(2, 4, 64)
-    for given, out in zip((rows, bits_on_cpu._cut_rows(rows, weight)), found, strict=True):
-        bits_on_cpu._group(given, by, weight, None, out, 1, "", along=1, tiles=4, programs=4, ahead=True)
-    assert torch.equal(*found)
-    expected = grouped.expert_matmul(rows.view(2, 2, 640).double(), ids, chunks, weight, None).flatten(0, 1)
-    assert float((found[0] - expected).norm() / expected.norm()) < ERROR
 
 
 @pytest.mark.parametrize("held", [8, pytest.param(3, marks=pytest.mark.slow)])

@@ -4,17 +4,16 @@ python tests/benchmarks/bench_paths.py [--model qwen3_moe] [--tokens 1,8,16,64] 
     [--scale-mode shared] [--group-size 128]
 """
 
-import argparse
 from functools import partial
 
 import torch
+from layers import flags_of, layers_of
 
 from dpamoe import measure, synthetic, tables
 from dpamoe.bench import bytes_read
 from dpamoe.kernels import paths
 from dpamoe.modules import layer_shape
-from dpamoe.spec import EncodeSpec
-from dpamoe.tune import build_layers, paths_of
+from dpamoe.tune import paths_of
 
 MIX = (7, 5, 4, 4, 4, 3, 3, 2)  # planes of the slots of a token, repeated; 4 on average
 PLANES = (2, 4, 8, "mixed")
@@ -46,23 +45,13 @@ def rows_of(layers, tokens: int, copied: float, device) -> list[tuple[str, ...]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen3_moe")
-    parser.add_argument("--tokens", default="1,8,16,64")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--scale-mode", default="shared")
-    parser.add_argument("--group-size", type=int, default=128)
-    given_flags = parser.parse_args()
-    device = measure.device_of(given_flags.device)
-    spec = EncodeSpec(group_size=given_flags.group_size, scale_mode=given_flags.scale_mode)
-    _, sites = synthetic.with_sites(synthetic.read_config(given_flags.model), spec)
+    flags = flags_of(__doc__).parse_args()
+    device = measure.device_of(flags.device)
     copied = measure.copy_bandwidth(device)
-    print(measure.heading({**measure.facts(device)}))
-    for site in synthetic.distinct(sites):
-        layers = build_layers(site, spec, device)
-        shape = layer_shape(site, spec)
+    for layers in layers_of(flags):
+        shape = layer_shape(layers[0].site, layers[0].spec)
         head = ("tokens", "k", "MB", "at copy speed µs", *(f"{path} µs" for path in paths.available(shape, device)))
-        rows = [row for tokens in given_flags.tokens.split(",") for row in rows_of(layers, int(tokens), copied, device)]
+        rows = [row for tokens in flags.tokens.split(",") for row in rows_of(layers, int(tokens), copied, device)]
         print(f"{shape.key}, {len(layers)} layers in turn", tables.aligned(head, rows), sep="\n")
 
 
