@@ -7,9 +7,8 @@ memory, up to CAP of them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_planes import keep_planes, planes_of_slot, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_planes import bring_table, keep_planes, planes_of_slot, planes_of_token, square_layout
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -28,12 +27,13 @@ from dpamoe.kernels.bitserial_product import (
     scales_of_rows,
     summed,
     two_planes,
+    wait_for_before,
     wait_for_copies,
     with_offset,
     words_layout,
 )
 from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales, tied_scales_of_rows
-from dpamoe.kernels.triton_allocate import is_held
+from dpamoe.kernels.triton_rank import is_held
 
 
 @gluon.constexpr_function
@@ -75,9 +75,8 @@ def up_kernel(
     EARLY: gl.constexpr = min(K_MIN, CAP, 2)
     tile, pair, slot = gl.program_id(0), gl.program_id(1), gl.program_id(1) % A
     token = (pair // A).to(gl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # only now: the next kernel reads ids and gates before its own wait
+    bring_table(table, row, tile + pair == 0, E, RULE, NW)
+    wait_for_before(PDL)  # only now may the next begin: it reads ids and gates before its own wait
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
@@ -223,9 +222,7 @@ def down_kernel(
     found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, IN, PIECES, NW)
     _ask_pieces(buffers, planes, found, tile * 16, OUT, IN, CAP, PIECES, NW)
     pieces = _places_of(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_before(PDL)
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)

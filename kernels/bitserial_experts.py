@@ -21,7 +21,6 @@ from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS, early, has_bit_groups
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_experts import counts, rule_of, strides_of, tensors_of
 from dpamoe.kernels.triton_sort import combine_kernel
-from dpamoe.kernels.triton_threshold import count
 
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
@@ -140,10 +139,7 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
 
 
 def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tuple, source, out: Tensor) -> None:
-    """Pairs in order and rows cut, the first product, its rows cut, the second product, slots summed: four launches or five.
-
-    Counting takes one more.
-    """
+    """Pairs in order and rows cut, the first product, its rows cut, the second product, slots summed: four launches or five."""
     up, up_bias, down, down_bias, activation = block
     active, experts, pairs, device = ids.shape[1], up.offset.shape[0], ids.numel(), x.device
     bits, order = order_pairs(x, ids, chunks, up, source)
@@ -156,8 +152,6 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
         rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=out.shape[1], B=COLUMNS,
         **_launch(device, 2),
     )  # fmt: skip
-    if counts(source):
-        count(chunks, source.spent)
 
 
 def _cut_rows(rows: Tensor, weight: EncodedWeight) -> Tensor:
@@ -188,8 +182,8 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     parts = pieces_of(up.in_features, WARPS)
     tables, strides, rule = rule_of(source, chunks)
     order_kernel[(tokens, parts + 1)](
-        x, bits, ids, chunks, *tables[:4], order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
-        *strides, **rule, A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
+        x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
+        *strides, **rule, COUNT=counts(source), A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
         C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
         **_launch(device, WARPS),
     )  # fmt: skip

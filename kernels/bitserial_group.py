@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.bitserial_product import (
     activated,
@@ -20,6 +19,7 @@ from dpamoe.kernels.bitserial_product import (
     scales_of_rows,
     sums_of_pairs,
     two_planes,
+    wait_for_before,
     wait_for_copies,
     with_offset,
     words_layout,
@@ -60,7 +60,7 @@ def group_kernel(
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NWK - 1) // (256 * NWK)
-    _wait(PDL and not AHEAD)
+    wait_for_before(PDL and not AHEAD)
     expert, begin, end, first = _entry(entries + 4 * gl.program_id(1), NWK * RT)
     tile, row = _first_row(expert, OUT, WIDTH, 16 * RT)
     if begin < end:
@@ -71,7 +71,7 @@ def group_kernel(
         own = _scales(scales, offset, unit + expert, row, most, IN, C, WIDTH, PIECES, MATRICES, NWK, RT, TIED)
         pair, k = gl.load(order + begin), gl.load(ks + begin)
         if AHEAD:
-            _wait(PDL)
+            wait_for_before(PDL)
         if NWK > 1:
             _shared_pairs(
                 bits, order, ks, bias, out, pair, k, begin, end, tile, row, own, buffers, planes, SHARING,
@@ -83,7 +83,7 @@ def group_kernel(
                 IN, C, CAP, ROOM, WIDTH, PIECES, GATED, ACT, BIAS, RT, CUT, TIED,
             )  # fmt: skip
     elif AHEAD:
-        _wait(PDL)
+        wait_for_before(PDL)
 
 
 @gluon.jit
@@ -118,14 +118,6 @@ def _first_row(expert, OUT: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexp
     if WIDTH % ROWS > 0:
         tile = gl.minimum(tile, WIDTH - ROWS)
     return tile, expert.to(gl.int64) * OUT + tile
-
-
-@gluon.jit
-def _wait(PDL: gl.constexpr):
-    """Where a kernel may begin before the end of the one before: wait for that, and let the next one begin."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit

@@ -3,8 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_allocate import extra_planes, given_planes, is_held, keys_of
+from dpamoe.kernels.triton_rank import extra_planes, given_planes, is_held, keys_of, lanes_for, planes_by_rank
 from dpamoe.kernels.triton_threshold import planes_above
+
+_BRING = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @gluon.constexpr_function
@@ -12,6 +14,26 @@ def square_layout(N, NW):
     """[N, N] within a warp, the same in every warp."""
     across = min(N, 8)
     return gl.BlockedLayout([1, N // across], [32 // across, across], [1, NW], [1, 0])
+
+
+@gluon.constexpr_function
+def slots_layout(lanes, NW):
+    """[slots, lanes] within a warp, the same in every warp."""
+    return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [1, NW], [1, 0])
+
+
+@gluon.jit
+def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.constexpr):
+    """Have the rows of a rule's table in the L2 cache before ids say which are read; harmless if they change afterwards.
+
+    here: whether this program does it, one for all.
+    """
+    if RULE != "given":  # noqa: SIM102  one is known to the compiler, the other is not
+        if here:
+            lane = gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
+            for first in gl.static_range(0, E, 32 * NW):
+                at = table + gl.minimum(first + lane, E - 1) * row
+                gl.inline_asm_elementwise(_BRING, "=r,l", [at], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -28,7 +50,7 @@ def _by_rank(
     gates, ids, residuals, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
     A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_allocate.planes_of_token`, int32 [N]."""
+    """As `triton_rank.planes_of_token`, int32 [N]."""
     layout: gl.constexpr = square_layout(N, NW)
     own, rival = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :], gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
     expert, held, square = _slots(gates, ids, token, rival, gates_token, gates_slot, ids_token, ids_slot, A, E)
@@ -81,6 +103,17 @@ def planes_of_token(
 
 
 @gluon.jit
+def hand_out(at, spent, k, there, C: gl.constexpr, COUNT: gl.constexpr):
+    """Write the planes of up to 16 slots, int32 [N], those that are there, and, COUNT, count them: in 64 bits first."""
+    gl.store(at, k, mask=there)
+    if COUNT:
+        counts = gl.sum(gl.where(there, 1, 0).to(gl.int64) << 5 * k, 0)
+        for c in gl.static_range(C + 1):
+            number = (counts >> 5 * c) & 31
+            gl.atomic_add(spent + c, number, mask=number > 0, sem="relaxed")
+
+
+@gluon.jit
 def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
     """Write the planes of a slot, a scalar, where they belong and, COUNT, count them."""
     gl.store(at, k, mask=mask)
@@ -97,11 +130,14 @@ def planes_of_slot(
 ):  # fmt: skip
     """Planes of one slot, an int32 scalar; arguments as in `planes_of_token`."""
     if RULE == "rank":
-        k = planes_of_token(
-            chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot,
-            ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
+        lanes: gl.constexpr = lanes_for(N, C - K_MIN)
+        layout: gl.constexpr = slots_layout(lanes, NW)
+        rival = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
+        lane = gl.arange(0, lanes, gl.SliceLayout(0, layout))[None, :]
+        k = planes_by_rank(
+            gates + token * gates_token, ids + token * ids_token, table, budget + token * budget_token, k_max, own, rival,
+            lane, E, gates_slot, ids_slot, row, column, K_MIN, C, A,
         )  # fmt: skip
-        k = gl.sum(gl.where(gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))) == own, k, 0), 0)
     elif RULE == "threshold":
         k = _by_threshold(
             gates, ids, table, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS

@@ -2,11 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dpamoe.kernels.bitserial_planes import planes_of_token, square_layout
-from dpamoe.kernels.bitserial_product import cut, input_of
-from dpamoe.kernels.triton_allocate import is_held
+from dpamoe.kernels.bitserial_planes import bring_table, hand_out, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_product import cut, input_of, wait_for_before
+from dpamoe.kernels.triton_rank import is_held
 
 
 @gluon.constexpr_function
@@ -32,9 +31,7 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexp
 @gluon.jit
 def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr):
     """Cut row program_id(0) of x into bits, 256 NW inputs from 256 NW program_id(1) on."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_before(PDL)
     row = gl.program_id(0).to(gl.int64)
     cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW, TIED)
 
@@ -89,11 +86,11 @@ def _before(flags, N: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def order_kernel(
-    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
+    x, bits, ids, chunks, gates, table, budget, k_max, spent, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
-    PDL: gl.constexpr,
+    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, COUNT: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
@@ -101,10 +98,9 @@ def order_kernel(
     pairs begin and end, planes of the first. They stand in the order in which experts first occur, so that those of many pairs
     tend to be early; each pair whose expert has an entry already leaves an empty one, the first such pair at the very end.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     token, part = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    bring_table(table, row, (part == PARTS) & (token == 0), E, RULE, NW)
+    wait_for_before(PDL)
     if part < PARTS:
         cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
     else:
@@ -114,7 +110,7 @@ def order_kernel(
         )  # fmt: skip
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
-            gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
+            hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
         place, number = less + before, token.to(gl.int32) * A + slot

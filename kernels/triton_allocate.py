@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FORBIDDEN = tl.constexpr(-1)  # sorts below every gain
-_NEVER_BELOW = tl.constexpr(0x7FFFFFFF)
+from dpamoe.kernels.triton_rank import FORBIDDEN, extra_planes, finite, is_held, key_of, selected, token_of
+
 _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
 _BLOCK = 1024  # pairs that one program hands planes to
@@ -20,140 +20,8 @@ _LEAST_PAIRS, _MOST_PARTS = 512, 64  # pairs that one program adds up at least; 
 
 
 @triton.jit
-def is_held(expert, experts):
-    return expert.to(tl.uint64) < experts  # negative ids turn into huge ones
-
-
-@triton.jit
-def _finite(square):
-    """The largest fp32 instead of inf, so that a gain of 0 stays 0; NaN stays."""
-    return tl.minimum(square, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def extra_planes(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
-    """Planes above k_min for `count` experts and for one at most; clamping before `reference.planes_to_spend` rounds."""
-    limit = tl.maximum(tl.minimum(tl.load(k_max).to(tl.int32), C) - K_MIN, 0)
-    average = tl.load(budget)
-    average = tl.minimum(tl.maximum(average, K_MIN), (K_MIN + limit).to(average.dtype)).to(tl.float64)
-    return (count.to(tl.float64) * average + (0.5 + 1e-5)).to(tl.int32) - count * K_MIN, limit
-
-
-@triton.jit
-def _key(square, upper, lower):
-    """Integer that sorts like square * (upper - lower); without its sign every NaN is on top, where torch sorts it."""
-    return (square * (upper - lower)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def keys_of(row, column, square, limit, STEPS: tl.constexpr):
-    """Tuple of the keys of each row's STEPS gains, forbidden from `limit` on; row: pointers to columns k_min."""
-    keys = ()
-    square, upper = _finite(square), tl.load(row)
-    for step in tl.static_range(STEPS):
-        lower = tl.load(row + (step + 1) * column)
-        keys = keys + (tl.where(step < limit, _key(square, upper, lower), _FORBIDDEN),)
-        upper = lower
-    return keys
-
-
-@triton.jit
-def given_planes(row, column, square, first, own, keys, rival, extra, limit, STEPS: tl.constexpr, EACH: tl.constexpr):
-    """How many of its own planes each lane gets, int32 [1, L]: of EACH, the `first`-th of its slot on.
-
-    row, square, first, own (slot), extra: of each lane, [1, L] or scalar; keys, rival (slot): of each rival, [N, 1]. Gains
-    fall, so that a slot's planes are given in order and need no comparison among each other.
-    """
-    square, upper = _finite(square), tl.load(row + first * column, mask=first < STEPS, other=0.0)
-    taken = first * 0  # not tl.zeros_like, which Gluon does not know: it shares this function
-    wins_ties, itself = (rival < own).to(tl.int32), tl.where(rival == own, _NEVER_BELOW, 0)
-    for i in tl.static_range(EACH):
-        step = first + i
-        lower = tl.load(row + (step + 1) * column, mask=step < STEPS, other=0.0)
-        bar = (_key(square, upper, lower) | itself) - wins_ties
-        upper = lower
-        ahead = (bar + step) * 0
-        for j in tl.static_range(STEPS):
-            ahead += (keys[j] > bar).to(tl.int32)
-        rank = tl.sum(ahead, 0, keep_dims=True) + step
-        taken += ((rank < extra) & (step < limit)).to(tl.int32)
-    return taken
-
-
-@triton.jit
-def planes_of_slot(
-    gates, expert_ids, residuals, budget, k_max, token, slot, experts,
-    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
-    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
-):  # fmt: skip
-    """Planes of one slot of one token by rank selection: int32 scalar, 0 for padding.
-
-    Pointers to gates float [T, A], expert_ids int [T, A], residuals fp32 [E, C + 1], budget fp32 [T] (row stride 0: one for
-    all) and k_max int; strides in elements; A_PAD is A, padded to a power of two. Rows must be convex from K_MIN on.
-    Slots times lanes fill at most one warp (A <= 32), so that no sum leaves it. Source: DPA-MoE, section 3.3.
-    """
-    STEPS: tl.constexpr = C - K_MIN
-    STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
-    LANES: tl.constexpr = min(STEPS_PAD, max(1, 32 // A_PAD))
-    EACH: tl.constexpr = STEPS_PAD // LANES
-    gates += tl.cast(token, tl.int64) * gates_row
-    expert_ids += tl.cast(token, tl.int64) * ids_row
-    rival = tl.arange(0, A_PAD)[:, None]
-    own_expert = tl.load(expert_ids + slot * ids_column)
-    expert = tl.load(expert_ids + rival * ids_column, mask=rival < A, other=-1)
-    own_gate = tl.load(gates + slot * gates_column).to(tl.float32)
-    gate = tl.load(gates + rival * gates_column, mask=rival < A, other=0.0).to(tl.float32)
-    own_held, held = is_held(own_expert, experts), is_held(expert, experts)
-    count = tl.sum(held.to(tl.int32) + tl.zeros([A_PAD, LANES], tl.int32), 0, keep_dims=True)
-    extra, limit = extra_planes(budget + tl.cast(token, tl.int64) * budget_row, k_max, count, K_MIN, C)
-    residuals += K_MIN * residuals_column
-    row = residuals + tl.where(held, expert, 0).to(tl.int32) * residuals_row
-    keys = keys_of(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
-    own_row = residuals + tl.where(own_held, own_expert, 0).to(tl.int32) * residuals_row
-    first = tl.arange(0, LANES)[None, :] * EACH
-    taken = given_planes(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
-    return tl.where(own_held, tl.sum(tl.sum(taken, 1), 0) + K_MIN, 0)
-
-
-@triton.jit
-def _token(pairs, budget, k_max, token, experts, budget_row, K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD):
-    """Gates, experts and which of them are held, all [A_PAD]; planes above k_min for all and for one."""
-    gates, expert_ids, gates_row, gates_column, ids_row, ids_column = pairs
-    token, slot = tl.cast(token, tl.int64), tl.arange(0, A_PAD)
-    expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=slot < A, other=-1)
-    gate = tl.load(gates + token * gates_row + slot * gates_column, mask=slot < A, other=0.0)
-    held = is_held(expert, experts)
-    extra, limit = extra_planes(budget + token * budget_row, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
-    return gate, tl.where(held, expert, 0).to(tl.int32), held, extra, limit
-
-
-@triton.jit
-def _by_rank(row, column, square, held, extra, limit, STEPS: tl.constexpr):
-    """Planes above k_min by rank selection, int32 [N]; row: pointers [N] to columns k_min. N * N compares for two steps."""
-    slot = tl.arange(0, held.shape[0])
-    rival, own = slot[:, None], slot[None, :]
-    keys = keys_of(row[:, None], column, square[:, None], tl.where(held, limit, 0)[:, None], STEPS)
-    first = tl.zeros_like(own)
-    return tl.sum(given_planes(row[None, :], column, square[None, :], first, own, keys, rival, extra, limit, STEPS, STEPS), 0)
-
-
-@triton.jit
-def planes_of_token(
-    gates, expert_ids, residuals, budget, k_max, token, experts,
-    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
-    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr,
-):  # fmt: skip
-    """Planes of every slot of one token by rank selection: int32 [A_PAD], 0 for padding; arguments of `planes_of_slot`."""
-    pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
-    gate, expert, held, extra, limit = _token(pairs, budget, k_max, token, experts, budget_row, K_MIN, C, A, A_PAD)
-    row = residuals + expert * residuals_row + K_MIN * residuals_column
-    square = gate.to(tl.float32) * gate.to(tl.float32)
-    return tl.where(held, _by_rank(row, residuals_column, square, held, extra, limit, C - K_MIN) + K_MIN, 0)
-
-
-@triton.jit
 def _is_bent(row, column, square, held, STEPS: tl.constexpr):
-    """Whether a held row is not convex, as `allocation.is_convex` sees it, or a gain is beyond fp32: not for `_by_rank`."""
+    """Whether a held row is not convex, as `allocation.is_convex` sees it, or a gain is beyond fp32: not for `selected`."""
     bent = held & (square != square)
     upper = tl.load(row)
     earlier = tl.full(square.shape, float("inf"), tl.float32)
@@ -212,10 +80,10 @@ def _allocate_kernel(
     STEPS: tl.constexpr = C - K_MIN
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, A_PAD)
     pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
-    gate, expert, held, extra, limit = _token(pairs, budget, k_max, token, experts, budget_row, K_MIN, C, A, A_PAD)
+    gate, expert, held, extra, limit = token_of(pairs, budget, k_max, token, experts, budget_row, K_MIN, C, A, A_PAD)
     row = residuals + expert * residuals_row + K_MIN * residuals_column
     square, weight = gate.to(tl.float32) * gate.to(tl.float32), gate.to(tl.float64) * gate.to(tl.float64)
-    chosen = _by_rank(row, residuals_column, square, held, extra, limit, STEPS)
+    chosen = selected(row, residuals_column, square, held, extra, limit, STEPS)
     if not CONVEX:  # noqa: SIM102
         if _is_bent(row, residuals_column, square, held, STEPS):
             numbers += token * (A * (STEPS + 1) + 2 * (A * STEPS + 1))
@@ -271,13 +139,13 @@ def _sum_of_parts(parts, count, experts, E_PAD: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
-    """`_by_rank` for many rows: find the extra-th largest key bit by bit, then take what is above and the first equal ones."""
+    """`selected` for many rows: find the extra-th largest key bit by bit, then take what is above and the first equal ones."""
     STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
     step = tl.arange(0, STEPS_PAD)[None, :]
     allowed = step < tl.where(held, limit, 0)[:, None]
     gain = row[:, None] + step * column
     upper, lower = tl.load(gain, mask=allowed, other=0.0), tl.load(gain + column, mask=allowed, other=0.0)
-    keys = tl.where(allowed, _key(_finite(square)[:, None], upper, lower), _FORBIDDEN)
+    keys = tl.where(allowed, key_of(finite(square)[:, None], upper, lower), FORBIDDEN)
     flat = tl.reshape(keys, [held.shape[0] * STEPS_PAD])
     level, bit = tl.zeros_like(extra), tl.zeros_like(extra) + _TOP_BIT
     reached = level - 1

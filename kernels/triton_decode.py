@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dpamoe.kernels.triton_activate import activate_gated, activate_plain
-from dpamoe.kernels.triton_allocate import planes_of_slot
+from dpamoe.kernels.triton_rank import planes_of_slot
 from dpamoe.kernels.triton_threshold import planes_above
 from dpamoe.kernels.triton_unpack import OFFSET_STEPS, bit_sums, prepare, tied_scale
 

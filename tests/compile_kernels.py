@@ -341,7 +341,6 @@ def bits(card, batches=(1, 5, 16, 24), tied=False):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(card, 10)))
-        stack.enter_context(mock.patch.object(bitserial_experts, "count", lambda *given: None))
         for name in ("up_kernel", "down_kernel", "order_kernel", "cut_kernel", "group_kernel", "combine_kernel"):
             stand_in = Compiled(getattr(bitserial_experts, name), card, found, "tied" if tied else "bits")
             stack.enter_context(mock.patch.object(bitserial_experts, name, stand_in))

@@ -160,7 +160,9 @@ def _program_id(axis):
 
 
 def _assembly(code, letters, arguments, dtype, is_pure, pack):
-    """PTX on four registers of each lane at a time, in the layout that the tensors have."""
+    """PTX on four registers of each lane at a time, in the layout that the tensors have; what a cache is told is left out."""
+    if code.value.startswith("prefetch"):
+        return BOUNDS.check(arguments[0], None)
     assert pack == 4
     arrays = np.broadcast_arrays(*(argument.handle.data for argument in arguments))
     rows, columns = shape = arrays[0].shape
