@@ -27,8 +27,8 @@ FORMAT, VERSION = "dpamoe-costs", 1
 # Pairs per distinct expert up to which decode is taken where nothing was measured: a tile of prefill costs about as much as
 # two rows of decode. At 128 experts, 8 active and even routing this is 26 tokens, 208 pairs.
 SHARED_PAIRS = 2.0
-# The same where the 1-bit products can be taken: at 64 tokens of that shape, where 4.1 pairs share an expert, they are as fast
-# as prefill on an H200, and faster with different k per token.
+# The same where the bit-serial kernels can be taken: at 64 tokens of that shape, where 4.1 pairs share an expert, they are faster
+# than prefill on an H200, with scales of their own (204 and 298 us at k = 4) and with tied ones (288 and 375 us).
 SHARED_PAIRS_OF_BITS = 4.2
 BIT_CARDS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))  # with 1-bit products in hardware; others only imitate them
 BIT_GROUP = 128
@@ -179,7 +179,7 @@ def available(shape: Shape, device: torch.device, tokens: int = 1) -> tuple[str,
 def choose(shape: Shape, tokens: int, device: torch.device, bits: bool = False) -> str:
     """One of PATHS for a call of `tokens` tokens; never reads the device, and a file at the first call only.
 
-    bits: whether the bit-serial kernels can compute it. With tied scales they do where they were measured, not by an estimate.
+    bits: whether the bit-serial kernels can compute it.
     """
     path = _forced.get()
     if path is not None:
@@ -189,7 +189,7 @@ def choose(shape: Shape, tokens: int, device: torch.device, bits: bool = False) 
     costs = measured(shape, device)
     if bits and costs is not None and costs.has_bits:
         return costs.few(tokens)
-    return "bits" if bits and shape.scale_mode == "shared" else "decode"
+    return "bits" if bits else "decode"
 
 
 @cache
@@ -197,8 +197,7 @@ def _prefill_from(shape: Shape, device: torch.device, bits: bool) -> int:
     """First number of tokens that prefill computes. The estimate fills in below and above what was measured."""
     estimate = estimated_prefill_from(shape, bits)
     costs = measured(shape, device)
-    estimated = bits and shape.scale_mode == "shared"  # with tied scales what was not measured is not taken
-    if costs is None or not costs.microseconds or (estimated and not costs.has_bits):
+    if costs is None or not costs.microseconds or (bits and not costs.has_bits):
         return estimate
     start = costs.prefill_from
     if start is None:
@@ -215,7 +214,7 @@ def estimated_prefill_from(shape: Shape, bits: bool = False) -> int:
     if active == 0:
         return 1
     missed = 1 - active / shape.experts
-    shared = SHARED_PAIRS_OF_BITS if bits and shape.scale_mode == "shared" else SHARED_PAIRS
+    shared = SHARED_PAIRS_OF_BITS if bits else SHARED_PAIRS
     tokens = 1
     while tokens * active <= shared * shape.experts * (1 - missed**tokens):
         tokens += 1
