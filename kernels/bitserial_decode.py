@@ -27,13 +27,13 @@ from dpamoe.kernels.bitserial_product import (
     scales_of_rows,
     summed,
     two_planes,
-    wait_for_before,
     wait_for_copies,
     with_offset,
     words_layout,
 )
 from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales, tied_scales_of_rows
 from dpamoe.kernels.triton_rank import is_held
+from dpamoe.kernels.triton_wait import wait_for_before
 
 
 @gluon.constexpr_function

@@ -19,13 +19,13 @@ from dpamoe.kernels.bitserial_product import (
     scales_of_rows,
     sums_of_pairs,
     two_planes,
-    wait_for_before,
     wait_for_copies,
     with_offset,
     words_layout,
 )
 from dpamoe.kernels.bitserial_rows import lane_layout
 from dpamoe.kernels.byte_product import put_together, stored_rows, tied_rows, tied_scales_of_rows
+from dpamoe.kernels.triton_wait import wait_for_before
 
 
 @gluon.jit

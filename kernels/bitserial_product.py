@@ -9,7 +9,6 @@ nothing is unpacked. Tensors of words are [16 RT, 8 NW]: RT tiles of 16 rows, an
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.bitserial_asm import (
     FACTOR,
@@ -71,14 +70,6 @@ def cut(value, TIED: gl.constexpr):
     else:
         result = gl.inline_asm_elementwise(SLICE, SLICE_LETTERS, [value], gl.int32, True, 4)
     return result
-
-
-@gluon.jit
-def wait_for_before(PDL: gl.constexpr):
-    """Where a kernel may begin before the end of the one before: wait for that, and let the next one begin."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit

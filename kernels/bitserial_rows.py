@@ -4,8 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.bitserial_planes import bring_table, hand_out, into_cache, planes_of_slot, planes_of_token, square_layout
-from dpamoe.kernels.bitserial_product import cut, input_of, wait_for_before
+from dpamoe.kernels.bitserial_product import cut, input_of
 from dpamoe.kernels.triton_rank import is_held
+from dpamoe.kernels.triton_wait import wait_for_before
 
 
 @gluon.constexpr_function
@@ -89,7 +90,7 @@ def _place_pairs(
     ids, k, order, ks, entries, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr,
     P: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """Write where the pairs of a token stand among all, and entries of experts that occur first in it, as `order_kernel` says."""
+    """Write where the pairs of a token stand among all, and entries of experts that occur first in it; see `order_kernel`."""
     slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
     expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
     less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)

@@ -13,6 +13,7 @@ from dpamoe.kernels.hopper_prefill import hopper_prefill_kernel
 from dpamoe.kernels.hopper_rows import prepare_kernel
 from dpamoe.kernels.hopper_tiles import kinds_of
 from dpamoe.kernels.layout import EncodedWeight, group_width
+from dpamoe.kernels.paths import early
 from dpamoe.kernels.reference import is_gated
 
 WARPS = 4  # one warp group
@@ -156,8 +157,9 @@ def prepare_rows(x: Tensor, by: Sorted, sharing: int, weight: EncodedWeight) -> 
     padded = triton.next_power_of_2(width)
     rows = 1 if sharing else max(1, 4096 // padded)  # 32 numbers for a lane
     prepare_kernel[(triton.cdiv(x.shape[0], rows),)](
-        x, by.places, ready, factor, x.stride(0), x.shape[0], A=sharing, IN=width, PAD=padded, W=words, ROWS=rows, num_warps=4
-    )
+        x, by.places, ready, factor, x.stride(0), x.shape[0], A=sharing, IN=width, PAD=padded, W=words, ROWS=rows, num_warps=4,
+        **early(x.device),
+    )  # fmt: skip
     return ready, factor
 
 
@@ -178,6 +180,7 @@ def product(
         *rows, *sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
         *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
+        **early(x.device),
     )  # fmt: skip
 
 

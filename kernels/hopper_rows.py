@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dpamoe.kernels.triton_unpack import place_power, unit_power
+from dpamoe.kernels.triton_wait import wait_for_before
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def _sums(value, ROWS: tl.constexpr, LANES: tl.constexpr, OWN: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def prepare_kernel(
     x, places, ready, factor, x_row, rows, A: tl.constexpr, IN: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of x, each divided by a power of two, as fp16 in the order of the matrix unit, wherever they are needed.
 
@@ -30,10 +31,12 @@ def prepare_kernel(
     2^(19 - place of bit s). Times the unpacked weight (weight * 2^(place - 11)) that is 2^8 too much, which factor
     takes back. Behind all IN columns there are 16 for each stretch, see `_sums`. Row i goes to places[A i] to
     places[A i + A - 1], where they are not negative; A: 0, to its own. ready [any, IN + 16 stretches]; PAD: a power of two
-    from IN on.
+    from IN on. The kernel before writes places, or x where they are not asked.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, PAD)
+    if A == 0:
+        wait_for_before(PDL)
     value = tl.load(x + row[:, None] * x_row + at[None, :], mask=(row < rows)[:, None] & (at < IN)[None, :], other=0.0)
     value = value.to(tl.float32)
     power, inverse = unit_power(tl.max(tl.abs(value), 1))
@@ -43,12 +46,16 @@ def prepare_kernel(
     sums = _sums(value, ROWS, PAD // (32 * W), 32 * W)
     SUMS: tl.constexpr = IN // (8 * W)
     column = tl.arange(0, PAD // (8 * W))
-    for slot in range(max(A, 1)):
-        place = row
-        if A:
-            place = tl.load(places + row * A + slot, mask=row < rows, other=-1).to(tl.int64)
+    own = (row,)
+    if A:
+        wait_for_before(PDL)
+        own = ()
+        for slot in tl.static_range(A):  # all are asked for before the first row is written
+            own = own + (tl.load(places + row * A + slot, mask=row < rows, other=-1).to(tl.int64),)
+    for slot in tl.static_range(len(own)):
+        place = own[slot]
         held = (place >= 0) & (row < rows)
-        own = ready + place[:, None] * (IN + SUMS)
-        tl.store(own + at[None, :], moved, mask=held[:, None] & (at < IN)[None, :])
-        tl.store(own + IN + column[None, :], sums, mask=held[:, None] & (column < SUMS)[None, :])
+        target = ready + place[:, None] * (IN + SUMS)
+        tl.store(target + at[None, :], moved, mask=held[:, None] & (at < IN)[None, :])
+        tl.store(target + IN + column[None, :], sums, mask=held[:, None] & (column < SUMS)[None, :])
         tl.store(factor + place, power * 2.0**-7, mask=held)

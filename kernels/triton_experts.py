@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpamoe.kernels.allocation import Allocation, Thresholds
 from dpamoe.kernels.layout import EncodedWeight, group_width, groups_of
+from dpamoe.kernels.paths import early
 from dpamoe.kernels.reference import is_gated
 from dpamoe.kernels.triton_decode import down_kernel, up_kernel
 from dpamoe.kernels.triton_prefill import prefill_kernel
@@ -180,13 +181,14 @@ def sort_into(
     blocks = triton.cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
-    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
-    some = min(keys, 64)
-    scan_kernel[(keys // some,)](counts, blocks, KEYS=keys, SOME=some, AT_ONCE=32)
+    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes, **early(device))
+    some = min(keys, 16)  # many programs, each of which rarely has to go on to further blocks
+    scan_kernel[(keys // some,)](counts, blocks, KEYS=keys, SOME=some, AT_ONCE=256, num_warps=8, **early(device))
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
-    sort_kernel[(blocks + 1 + experts,)](
+    sort_kernel[(blocks + 1 + 2 * experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
         **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None, num_warps=8,
+        **early(device),
     )  # fmt: skip
     return order, levels, peaks
 
@@ -238,7 +240,7 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
         rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block,
-        PDL=False,
+        **early(out.device),
     )  # fmt: skip
 
 

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.paths import early
 from dpamoe.kernels.routing import LEAST_SUM, Rule
+from dpamoe.kernels.triton_wait import wait_for_before
 
 STRUCK = tl.constexpr(-(1 << 31))  # below the key of every number
 NOBODY = tl.constexpr(1 << 30)
@@ -91,9 +91,7 @@ def route_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert, slot = tl.arange(0, P), tl.arange(0, N)
     held = expert < E
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_before(PDL)
     scores = scores_of(tl.load(logits + token * row + expert * column, mask=held, other=0.0).to(tl.float32), held, SCORE)
     own = keys_of(scores)
     keys = own
@@ -123,9 +121,7 @@ def linear_kernel(
     expert, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     own = tl.load(weight + expert * weight_row + column, mask=column < IN, other=0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_before(PDL)
     total = own.to(tl.float32) * tl.load(x + token * x_row + column, mask=column < IN, other=0.0).to(tl.float32)
     for start in tl.static_range(BLOCK, IN, BLOCK):
         live = column < IN - start

@@ -2,9 +2,9 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dpamoe.kernels.triton_unpack import place_power, tied_scale, unit_power
+from dpamoe.kernels.triton_wait import wait_for_before
 
 LEVELS = tl.constexpr(8)  # k = 1 … 8
 
@@ -23,22 +23,24 @@ def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
-    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counts int32 [blocks, KEYS]: how often each key occurs in each block of B pairs."""
     at = tl.program_id(0) * B + tl.arange(0, B)
+    wait_for_before(PDL)
     key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
     tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE: tl.constexpr):
+def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
     """counts int32 [blocks + 1, KEYS]: of each key, from its numbers in the blocks to those before them, and in all (last).
 
     A program takes SOME keys, AT_ONCE blocks at a time.
     """
     key, some = tl.program_id(0) * SOME + tl.arange(0, SOME), tl.arange(0, AT_ONCE)
     before = tl.zeros((SOME,), tl.int32)
+    wait_for_before(PDL)
     for first in range(0, blocks, AT_ONCE):
         block = first + some[:, None]
         at = counts + block * KEYS + key[None, :]
@@ -51,7 +53,7 @@ def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE:
 @triton.jit
 def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr):
     """A power of two under which the scales and offsets of one expert are below 1; NUMBER of them."""
-    at_once: tl.constexpr = 4096
+    at_once: tl.constexpr = 2048
     largest = tl.zeros((at_once,), tl.float32)
     for first in range(0, NUMBER, at_once):
         at = first + tl.arange(0, at_once)
@@ -67,40 +69,54 @@ def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr)
     return tl.minimum(inverse, 2.0**100)  # of an expert of zeros too, times a little more, within fp32
 
 
+@triton.jit
+def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.constexpr, B: tl.constexpr):
+    """`_keys` of B pairs from `first` on, and how many of these stand before each and have its key."""
+    ids_token, ids_slot, chunks_token, chunks_slot = strides
+    own = tl.arange(0, B)
+    at_once: tl.constexpr = 32
+    key, held = _keys(ids, chunks, pairs, first + own, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+    rank = tl.zeros((B,), tl.int32)
+    for start in range(0, B, at_once):  # loaded again: all at once would fill the registers
+        other = start + tl.arange(0, at_once)
+        other_key, there = _keys(ids, chunks, pairs, first + other, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+        same = (key[:, None] == other_key[None, :]) & there[None, :] & (other[None, :] < own[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    return key, held, rank
+
+
 @triton.jit(do_not_specialize=["pairs", "blocks", "most_tiles"])
 def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
     WIDTHS: tl.constexpr, TOGETHER: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
     One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
     k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_slices` or
-    `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. E programs more find peaks fp32
-    [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups of the two weights.
+    `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. 2 E programs more find peaks
+    fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups of the two weights.
+    Weights and pairs are older than the kernel before, so peaks, and the order within a block, do not wait for it.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
+        at = block * B + tl.arange(0, B)
+        strides = (ids_token, ids_slot, chunks_token, chunks_slot)
+        key, held, rank = _keys_and_ranks(ids, chunks, pairs, block * B, strides, A, E, B)
+        wait_for_before(PDL)
         total = tl.load(totals + tl.arange(0, KEYS))
         start = tl.cumsum(total, 0) - total + tl.load(counts + block * KEYS + tl.arange(0, KEYS))
-        at = block * B + tl.arange(0, B)
-        key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
-        other = tl.where(held, key, -1)
-        same = (key[:, None] == other[None, :]) & (tl.arange(0, B)[None, :] < tl.arange(0, B)[:, None])
-        place = tl.gather(start, key, 0) + tl.sum(same.to(tl.int32), 1)
+        place = tl.gather(start, key, 0) + rank
         tl.store(order + place, at, mask=held)
         if len(WIDTHS):
             tl.store(levels + at, tl.where(held, place, -1), mask=at < pairs)
         else:
             tl.store(levels + place, key % LEVELS + 1, mask=held)
-    elif block > blocks:
-        expert = block - blocks - 1
-        if tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0:
-            tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
-            tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
-    else:
+    elif block == blocks:
+        wait_for_before(PDL)
         own = tl.load(totals + tl.arange(0, KEYS))
         if len(WIDTHS) == 0:
             _write_tiles(tiles, own.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
@@ -108,6 +124,16 @@ def sort_kernel(
             _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, len(WIDTHS), WIDTHS[0])
         else:
             _write_widths(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, WIDTHS)
+    elif block <= blocks + E:
+        expert = block - blocks - 1
+        peak = _peak(up_scale, up_offset, up_unit, expert, UP, TIED)
+        wait_for_before(PDL)
+        tl.store(peaks + expert, peak)
+    else:
+        expert = block - blocks - 1 - E
+        peak = _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED)
+        wait_for_before(PDL)
+        tl.store(peaks + E + expert, peak)
 
 
 @triton.jit
@@ -228,9 +254,7 @@ def combine_kernel(
         k = tl.load(chunks + token * chunks_token + slot * chunks_slot)
         gate = tl.load(gates + token * gates_token + slot * gates_slot).to(tl.float32)
         parts = parts + ((gate, (expert >= 0) & (expert < E) & (k > 0)),)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_before(PDL)
     total = tl.zeros((B,), tl.float32)
     for slot in tl.static_range(A):
         gate, held = parts[slot]

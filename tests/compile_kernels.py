@@ -124,7 +124,8 @@ def prefill(card):
 
 def around(card):
     """Sorting, reordering and summing."""
-    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
+    early = {"PDL": card >= 90}
+    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK} | early
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     tiles = {
         "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "TOGETHER": 0},
@@ -134,7 +135,9 @@ def around(card):
     }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
-        "scan": compile_for(card, triton_sort.scan_kernel, {"KEYS": 8 * EXPERTS, "SOME": 64, "AT_ONCE": 32}),
+        "scan": compile_for(
+            card, triton_sort.scan_kernel, {"KEYS": 8 * EXPERTS, "SOME": 16, "AT_ONCE": 256} | early, num_warps=8
+        ),
         **{
             name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut, num_warps=8) for name, cut in tiles.items()
         },
@@ -143,13 +146,14 @@ def around(card):
             {"IN": HIDDEN, "STRETCHES": 16, "STRETCHES_PAD": 16},
         ),
         "spread": compile_for(
-            card, hopper_rows.prepare_kernel, {"A": ACTIVE, "IN": HIDDEN, "PAD": HIDDEN, "W": 2, "ROWS": 1}, {"rows": "i32"}
+            card, hopper_rows.prepare_kernel, {"A": ACTIVE, "IN": HIDDEN, "PAD": HIDDEN, "W": 2, "ROWS": 1} | early,
+            {"rows": "i32"},
         ),
         "hidden": compile_for(
-            card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4}, {"rows": "i32"}
+            card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4} | early, {"rows": "i32"}
         ),
         "combine": compile_for(
-            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "PDL": False}
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024} | early
         ),
     }  # fmt: skip
 
@@ -278,7 +282,7 @@ def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     from dpamoe.kernels import hopper_experts, hopper_prefill
 
     constants = {key: value for key, value in sizes.items() if key not in ("E", "ASM")}
-    constants |= hopper_experts.constants_of(cut, one_k, words)
+    constants |= hopper_experts.constants_of(cut, one_k, words) | {"PDL": True}
     types = {
         f"{name}{i}": f"tensordesc<fp16[{rows}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
         for name, width in (("x", hopper_experts.BLOCK), ("sums", 16))

@@ -21,7 +21,8 @@ from dpamoe.kernels import bitserial_product, bitserial_rows
 
 from . import layouts, ptx
 
-MODULES = ("bitserial_product", "byte_product", "bitserial_planes", "bitserial_rows", "bitserial_decode", "bitserial_group")
+MODULES = ("triton_wait", "bitserial_product", "byte_product", "bitserial_planes", "bitserial_rows", "bitserial_decode",
+           "bitserial_group")  # fmt: skip
 GARBAGE = 0x5A5A5A5A
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import grouped, hopper_experts, paths
+from dpamoe.kernels import grouped, hopper_experts, paths, triton_experts
 from dpamoe.kernels.layout import EncodedWeight
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -165,6 +165,25 @@ def test_a_long_prompt_in_parts(monkeypatch):
         whole = OPS.expert_ffn(*call)
         monkeypatch.setattr(hopper_experts, "PAIRS_AT_ONCE", 120)
         torch.testing.assert_close(OPS.expert_ffn(*call), whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max()))  # bf16
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+def test_kernels_that_begin_early_change_nothing(monkeypatch, tokens):
+    """Of a few layers in a row, each of which has the rows of the one before, by launches that go ahead of the device."""
+    layers = [(random_weight(2 * 256, 512, 128), random_weight(512, 256, 128)) for _ in range(4)]
+    x, ids, gates, chunks = routing(tokens, 512)
+
+    def passed(rows):
+        for up, down in 5 * layers:
+            rows = F.normalize(OPS.expert_ffn(rows, ids, gates, chunks, *opened(up), *opened(down), "silu_mul", 128)) + x
+        return rows
+
+    with paths.forced("prefill"):
+        early = [passed(x) for _ in range(5)]
+        for module in (hopper_experts, triton_experts):
+            monkeypatch.setattr(module, "early", lambda device: {"PDL": False})
+        late = passed(x)
+    assert late.isfinite().all() and all(torch.equal(found, late) for found in early)
 
 
 def test_rows_of_their_own_and_strides():
