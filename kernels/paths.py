@@ -161,7 +161,7 @@ def has_own_prefill(device: torch.device) -> bool:
 
 def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch: from Hopper on a kernel begins before the one before it has ended, and waits where it must."""
-    begins = device.type != "cpu" and torch.cuda.get_device_capability(device) >= (9, 0)
+    begins = device.type != "cpu" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if begins else {"PDL": False}
 
 

@@ -51,7 +51,7 @@ def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE:
 
 
 @triton.jit
-def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr):
+def _write_peak(peak, scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr, PDL: tl.constexpr):
     """A power of two under which the scales and offsets of one expert are below 1; NUMBER of them."""
     at_once: tl.constexpr = 2048
     largest = tl.zeros((at_once,), tl.float32)
@@ -66,7 +66,8 @@ def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr)
     if TIED:
         top = 2 * tied_scale(top, tl.load(unit + expert))  # offsets reach 4/3 of the scale
     power, inverse = unit_power(top)
-    return tl.minimum(inverse, 2.0**100)  # of an expert of zeros too, times a little more, within fp32
+    wait_for_before(PDL)
+    tl.store(peak, tl.minimum(inverse, 2.0**100))  # of an expert of zeros too, times a little more, within fp32
 
 
 @triton.jit
@@ -117,23 +118,27 @@ def sort_kernel(
             tl.store(levels + place, key % LEVELS + 1, mask=held)
     elif block == blocks:
         wait_for_before(PDL)
-        own = tl.load(totals + tl.arange(0, KEYS))
-        if len(WIDTHS) == 0:
-            _write_tiles(tiles, own.reshape(KEYS // 8, 8), most_tiles, KEYS // 8, BN, MIXED)
-        elif WIDTHS[0] == WIDTHS[len(WIDTHS) - 1]:
-            _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, len(WIDTHS), WIDTHS[0])
-        else:
-            _write_widths(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, WIDTHS)
+        _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, TOGETHER)
     elif block <= blocks + E:
         expert = block - blocks - 1
-        peak = _peak(up_scale, up_offset, up_unit, expert, UP, TIED)
-        wait_for_before(PDL)
-        tl.store(peaks + expert, peak)
+        _write_peak(peaks + expert, up_scale, up_offset, up_unit, expert, UP, TIED, PDL)
     else:
         expert = block - blocks - 1 - E
-        peak = _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED)
-        wait_for_before(PDL)
-        tl.store(peaks + E + expert, peak)
+        _write_peak(peaks + E + expert, down_scale, down_offset, down_unit, expert, DOWN, TIED, PDL)
+
+
+@triton.jit
+def _write_any(
+    tiles, own, most_tiles, KEYS: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr, WIDTHS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """All tiles of the kind that is asked for, from the number of pairs with each key."""
+    if len(WIDTHS) == 0:
+        _write_tiles(tiles, own.reshape(KEYS // LEVELS, LEVELS), most_tiles, KEYS // LEVELS, BN, MIXED)
+    elif WIDTHS[0] == WIDTHS[len(WIDTHS) - 1]:
+        _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, len(WIDTHS), WIDTHS[0])
+    else:
+        _write_widths(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, WIDTHS)
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def allocate(card):
     found = {}
     for convex in (True, False):
         absent = {"numbers": None, "picks": None} if convex else {}
-        common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex} | absent
+        common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex, "PDL": card >= 90} | absent
         token = common | {"A_PAD": ACTIVE, "BLOCK": 32}
         dispatch = common | {"E_PAD": EXPERTS, "ROWS": 64, "BLOCK": 512}
         planes = types | {"planes": "*i32"}
@@ -173,7 +173,7 @@ def allocate(card):
         found[f"dispatch {convex}"] = compile_for(
             card, triton_allocate._dispatch_kernel, dispatch, planes, num_warps=8, maxnreg=255, **limit
         )
-    cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK}
+    cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK, "PDL": card >= 90}
     found["threshold"] = compile_for(card, triton_threshold.threshold_kernel, cut, types, num_warps=4)
     found["counter"] = compile_for(card, triton_threshold.count_kernel, {"C": PLANES, "BLOCK": cut["BLOCK"]}, num_warps=4)
     return found

@@ -162,3 +162,10 @@ def test_only_hopper_launches_early(card):
         options = bits._launch(CUDA, 8, 80)
         assert options["PDL"] == options.get("launch_pdl", False) == (capability == (9, 0))
         assert (options["num_warps"], options["maxnreg"]) == (8, 80)
+
+
+def test_nothing_is_launched_early_without_cuda(card, monkeypatch):
+    """Cards of others call themselves 9.4; what waits is PTX."""
+    card((9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert bits._launch(CUDA, 8, 80)["PDL"] is False

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import grouped, triton_experts, triton_wait
+from dpamoe.kernels import allocation, grouped, triton_allocate, triton_experts, triton_wait
 
 ERROR = 4e-3  # of the norm: rows are rounded to fp16, offsets less scales to two such numbers
 
@@ -19,6 +19,14 @@ class Chain:
 
     def __init__(self):
         self.launched, self.written, self.waits = [], [], 0
+
+    def make_early(self, monkeypatch, module, names):
+        """Let a module launch its kernels of these names in this chain."""
+        monkeypatch.setattr(triton_wait, "gdc_wait", self.wait)
+        monkeypatch.setattr(triton_wait, "gdc_launch_dependents", lambda: None)
+        monkeypatch.setattr(module, "early", lambda device: {"PDL": True, "launch_pdl": True})
+        for name in names:
+            monkeypatch.setattr(module, name, Early(self, name, getattr(module, name)))
 
     def wait(self):
         self.waits += 1
@@ -44,6 +52,10 @@ class Early:
     def __init__(self, chain, name, kernel):
         self.chain, self.name, self.kernel = chain, name, kernel
 
+    def __call__(self, *given):
+        """As a part of another kernel."""
+        return self.kernel(*given)
+
     def __getitem__(self, grid):
         return partial(self.chain.launch, self.name, self.kernel, grid)
 
@@ -53,16 +65,8 @@ def chain(hopper_on_cpu, monkeypatch):
     """All launches of a prefill on Hopper, early."""
     made = Chain()
     hopper_on_cpu.hopper_prefill_kernel.names.update(gdc_wait=made.wait, gdc_launch_dependents=lambda: None)
-    monkeypatch.setattr(triton_wait, "gdc_wait", made.wait)
-    monkeypatch.setattr(triton_wait, "gdc_launch_dependents", lambda: None)
-    kernels = {
-        triton_experts: ("count_kernel", "scan_kernel", "sort_kernel", "combine_kernel"),
-        hopper_on_cpu: ("prepare_kernel", "hopper_prefill_kernel"),
-    }
-    for module, names in kernels.items():
-        monkeypatch.setattr(module, "early", lambda device: {"PDL": True, "launch_pdl": True})
-        for name in names:
-            monkeypatch.setattr(module, name, Early(made, name, getattr(module, name)))
+    made.make_early(monkeypatch, triton_experts, ("count_kernel", "scan_kernel", "sort_kernel", "combine_kernel"))
+    made.make_early(monkeypatch, hopper_on_cpu, ("prepare_kernel", "hopper_prefill_kernel"))
     return made
 
 
@@ -84,3 +88,17 @@ def test_a_kernel_that_is_not_launched_early_does_not_wait(monkeypatch):
     counts = torch.ones(2, 16, dtype=torch.int32)
     triton_experts.scan_kernel[(1,)](counts, 1, KEYS=16, SOME=16, AT_ONCE=32, PDL=False)
     assert counts.tolist() == [[0] * 16, [1] * 16]
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize("name", ["allocate", "allocate_dispatch"])
+def test_an_allocation_by_early_kernels(monkeypatch, convex_table, random_pairs, name, tokens):
+    """One launch, or three where there are more pairs than one program takes."""
+    made, table = Chain(), convex_table(5, 4)
+    ids, gates, _ = random_pairs(tokens, 3, 5)
+    budget, k_max = torch.tensor(2.5), torch.tensor(4, dtype=torch.int32)
+    made.make_early(monkeypatch, triton_allocate, ("_allocate_kernel", "_sum_kernel", "_dispatch_kernel", "_hand_out"))
+    found = getattr(triton_allocate, name)(gates, ids, table, budget, k_max, 2, True)
+    assert torch.equal(found, getattr(allocation, name)(gates, ids, table, budget, k_max, 2))
+    several = name == "allocate_dispatch" and tokens == 700
+    assert len(made.launched) == (3 if several else 1)
