@@ -75,7 +75,7 @@ def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.c
     """`_keys` of B pairs from `first` on, and how many of these stand before each and have its key."""
     ids_token, ids_slot, chunks_token, chunks_slot = strides
     own = tl.arange(0, B)
-    at_once: tl.constexpr = 32
+    at_once: tl.constexpr = 16
     key, held = _keys(ids, chunks, pairs, first + own, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
     rank = tl.zeros((B,), tl.int32)
     for start in range(0, B, at_once):  # loaded again: all at once would fill the registers
