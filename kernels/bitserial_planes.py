@@ -23,12 +23,6 @@ def slots_layout(lanes, NW):
 
 
 @gluon.jit
-def into_cache(at):
-    """Have what these pointers [N] point at in the L2 cache, 128 bytes each."""
-    gl.inline_asm_elementwise(_BRING, "=r,l", [at], gl.int32, False, 1)
-
-
-@gluon.jit
 def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.constexpr):
     """Have the rows of a rule's table in the L2 cache before ids say which are read; harmless if they change afterwards.
 
@@ -38,7 +32,8 @@ def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.co
         if here:
             lane = gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
             for first in gl.static_range(0, E, 32 * NW):
-                into_cache(table + gl.minimum(first + lane, E - 1) * row)
+                at = table + gl.minimum(first + lane, E - 1) * row
+                gl.inline_asm_elementwise(_BRING, "=r,l", [at], gl.int32, False, 1)
 
 
 @gluon.jit
