@@ -27,7 +27,7 @@ MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
 REGISTERS = 1 << 16  # of a multiprocessor
-COLUMNS = 256  # of an output row that a program adds up
+COLUMNS = 128  # of an output row that a program adds up
 CUT_PAIRS = 128  # up to which a tile of the second product cuts rows for itself: above, a launch costs less than its work
 
 
