@@ -27,8 +27,7 @@ MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code
 FEW = 32  # pairs up to which none is expected to share an expert
 WARPS = 8
 REGISTERS = 1 << 16  # of a multiprocessor
-COLUMNS = 256  # of an output row that a program adds up
-BROUGHT = 8  # pairs whose planes are in the cache before they are asked for: about those that are computed first of all
+COLUMNS = 128  # of an output row that a program adds up
 CUT_PAIRS = 128  # up to which a tile of the second product cuts rows for itself: above, a launch costs less than its work
 
 
@@ -182,13 +181,10 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     entries = torch.empty(min(experts, pairs), 4, dtype=torch.int32, device=device)
     parts = pieces_of(up.in_features, WARPS)
     tables, strides, rule = rule_of(source, chunks)
-    size = up.planes[0][0].numel()
-    bring = min(BROUGHT, pairs) * triton.cdiv(size, 4096 * WARPS)
-    order_kernel[(bring + tokens * (parts + 1),)](
-        x, bits, ids, chunks, *tables, tuple(up.planes), order, planes, entries, pairs, x.stride(0),
-        *strides_of(ids, chunks, tables[0]), *strides, **rule, COUNT=counts(source), A=active,
-        N=triton.next_power_of_2(active), E=experts, IN=up.in_features, C=len(up.planes),
-        P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, BRING=bring, SIZE=size, NW=WARPS, TIED=tied_group(up),
+    order_kernel[(tokens, parts + 1)](
+        x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
+        *strides, **rule, COUNT=counts(source), A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
+        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
         **_launch(device, WARPS),
     )  # fmt: skip
     return bits, Order(order, planes, entries)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_rank import extra_planes, given_planes, is_held, keys_of, lanes_for, planes_by_rank
+from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_planes, finite, is_held, key_of
 from dpamoe.kernels.triton_threshold import planes_above
 
 _BRING = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
@@ -17,15 +17,15 @@ def square_layout(N, NW):
 
 
 @gluon.constexpr_function
-def slots_layout(lanes, NW):
-    """[slots, lanes] within a warp, the same in every warp."""
-    return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [1, NW], [1, 0])
+def padded_steps(steps):
+    """Planes that may be given to a slot, as a power of two."""
+    return 1 << (max(steps, 1) - 1).bit_length()
 
 
-@gluon.jit
-def into_cache(at):
-    """Have what these pointers [N] point at in the L2 cache, 128 bytes each."""
-    gl.inline_asm_elementwise(_BRING, "=r,l", [at], gl.int32, False, 1)
+@gluon.constexpr_function
+def steps_layout(own, NW):
+    """[steps of rivals, steps of own slots]: rivals along lanes, own ones shared out among warps."""
+    return gl.BlockedLayout([1, max(1, own // NW)], [32, 1], [1, NW], [1, 0])
 
 
 @gluon.jit
@@ -38,7 +38,8 @@ def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.co
         if here:
             lane = gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
             for first in gl.static_range(0, E, 32 * NW):
-                into_cache(table + gl.minimum(first + lane, E - 1) * row)
+                at = table + gl.minimum(first + lane, E - 1) * row
+                gl.inline_asm_elementwise(_BRING, "=r,l", [at], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -51,21 +52,37 @@ def _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot
 
 
 @gluon.jit
+def _key(residuals, expert, square, step, row, column, K_MIN: gl.constexpr, C: gl.constexpr):
+    """Keys of the gain of plane K_MIN + step; of no meaning beyond the last."""
+    upper = residuals + expert * row + (K_MIN + step) * column
+    there = step < C - K_MIN
+    return key_of(finite(square), gl.load(upper, mask=there, other=0.0), gl.load(upper + column, mask=there, other=0.0))
+
+
+@gluon.jit
 def _by_rank(
-    gates, ids, residuals, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
-    A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr,
+    gates, ids, residuals, budget, k_max, token, first, gates_token, gates_slot, ids_token, ids_slot, row, column,
+    budget_token, OWN: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_rank.planes_of_token`, int32 [N]."""
-    layout: gl.constexpr = square_layout(N, NW)
-    own, rival = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :], gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
-    expert, held, square = _slots(gates, ids, token, rival, gates_token, gates_slot, ids_token, ids_slot, A, E)
-    own_expert, own_held, own_square = _slots(gates, ids, token, own, gates_token, gates_slot, ids_token, ids_slot, A, E)
-    count = gl.sum(gl.sum(own_held.to(gl.int32), 1), 0)
+    """Planes of OWN slots from `first` on, in as many parts as there are steps, int32 [1, OWN * steps].
+
+    As `triton_rank.planes_of_token`, one comparison for each two steps.
+    """
+    STEPS: gl.constexpr = padded_steps(C - K_MIN)
+    layout: gl.constexpr = steps_layout(OWN * STEPS, NW)
+    rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
+    own = gl.arange(0, OWN * STEPS, gl.SliceLayout(0, layout))[None, :]
+    slot, step, own_slot, own_step = rival // STEPS, rival % STEPS, first + own // STEPS, own % STEPS
+    expert, held, square = _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    own_expert, own_held, own_square = _slots(gates, ids, token, own_slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    count = gl.sum(gl.sum((held & (step == 0)).to(gl.int32), 1), 0)
     extra, limit = extra_planes(budget + token * budget_token, k_max, count, K_MIN, C)
-    keys = keys_of(residuals + expert * row + K_MIN * column, column, square, gl.where(held, limit, 0), C - K_MIN)
-    own_row = residuals + own_expert * row + K_MIN * column
-    taken = given_planes(own_row, column, own_square, own * 0, own, keys, rival, extra, limit, C - K_MIN, C - K_MIN)
-    return gl.sum(gl.where(own_held, taken + K_MIN, 0), 0)
+    key = gl.where(held & (step < limit), _key(residuals, expert, square, step, row, column, K_MIN, C), FORBIDDEN)
+    bar = _key(residuals, own_expert, own_square, own_step, row, column, K_MIN, C) - (slot < own_slot).to(gl.int32)
+    ahead = (key > gl.where(slot == own_slot, NEVER_BELOW, bar)).to(gl.int32)  # gains fall: its own steps come in order
+    taken = (gl.sum(ahead, 0, keep_dims=True) + own_step < extra) & (own_step < limit)
+    return gl.where(own_held, taken.to(gl.int32) + gl.where(own_step == 0, K_MIN, 0), 0)
 
 
 @gluon.jit
@@ -92,10 +109,12 @@ def planes_of_token(
     """
     slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
     if RULE == "rank":
-        k = _by_rank(
-            gates, ids, table, budget, k_max, token, gates_token, gates_slot, ids_token, ids_slot, row, column, budget_token,
-            A, E, C, K_MIN, N, NW,
+        parts = _by_rank(
+            gates, ids, table, budget, k_max, token, 0, gates_token, gates_slot, ids_token, ids_slot, row, column,
+            budget_token, N, A, E, C, K_MIN, N, NW,
         )  # fmt: skip
+        k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1)
+        k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
     elif RULE == "threshold":
         k = _by_threshold(
             gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS
@@ -135,14 +154,11 @@ def planes_of_slot(
 ):  # fmt: skip
     """Planes of one slot, an int32 scalar; arguments as in `planes_of_token`."""
     if RULE == "rank":
-        lanes: gl.constexpr = lanes_for(N, C - K_MIN)
-        layout: gl.constexpr = slots_layout(lanes, NW)
-        rival = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
-        lane = gl.arange(0, lanes, gl.SliceLayout(0, layout))[None, :]
-        k = planes_by_rank(
-            gates + token * gates_token, ids + token * ids_token, table, budget + token * budget_token, k_max, own, rival,
-            lane, E, gates_slot, ids_slot, row, column, K_MIN, C, A,
+        parts = _by_rank(
+            gates, ids, table, budget, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column,
+            budget_token, 1, A, E, C, K_MIN, N, NW,
         )  # fmt: skip
+        k = gl.sum(gl.sum(parts, 1), 0)
     elif RULE == "threshold":
         k = _by_threshold(
             gates, ids, table, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.bitserial_planes import bring_table, hand_out, into_cache, planes_of_slot, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_planes import bring_table, hand_out, planes_of_token, square_layout
 from dpamoe.kernels.bitserial_product import cut, input_of
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
@@ -86,81 +86,42 @@ def _before(flags, N: gl.constexpr, NW: gl.constexpr):
 
 
 @gluon.jit
-def _place_pairs(
-    ids, k, order, ks, entries, token, pairs, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr, N: gl.constexpr,
-    P: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Write where the pairs of a token stand among all, and entries of experts that occur first in it; see `order_kernel`."""
-    slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-    expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
-    less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
-    place, number = less + before, token.to(gl.int32) * A + slot
-    gl.store(order + place, number, mask=slot < A)
-    gl.store(ks + place, k, mask=slot < A)
-    first = is_held(expert, E) & (before == 0)
-    entry = experts + _before(first.to(gl.int32), N, NW)
-    entry = gl.where(first, entry, pairs - 1 - number + entry)
-    there = (slot < A) & (entry < E)
-    gl.store(entries + 4 * entry, gl.where(first, expert, 0).to(gl.int32), mask=there)
-    gl.store(entries + 4 * entry + 1, less, mask=there)
-    gl.store(entries + 4 * entry + 2, gl.where(first, less + same, less), mask=there)
-    gl.store(entries + 4 * entry + 3, k, mask=there)
-
-
-@gluon.jit
-def _bring_planes(
-    ids, chunks, gates, table, budget, k_max, planes, number, ids_token, ids_slot, chunks_token, chunks_slot, gates_token,
-    gates_slot, row, column, budget_token, RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, N: gl.constexpr, SIZE: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Have a share of each plane that a pair reads in the L2 cache, 4 NW of SIZE / 1024 KiB; number: pair * shares + share."""
-    SHARES: gl.constexpr = (SIZE + 4096 * NW - 1) // (4096 * NW)
-    pair, lane = number // SHARES, gl.arange(0, 32 * NW, gl.BlockedLayout([1], [32], [NW], [0]))
-    token, slot = (pair // A).to(gl.int64), pair % A
-    expert = gl.load(ids + token * ids_token + slot * ids_slot)
-    k = planes_of_slot(
-        chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
-        ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
-    )  # fmt: skip
-    first = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * SIZE
-    at = first + gl.minimum(number % SHARES * (4096 * NW) + 128 * lane, SIZE - 1)
-    for c in gl.static_range(C):
-        if c < k:
-            into_cache(planes[c] + at)
-
-
-@gluon.jit
 def order_kernel(
-    x, bits, ids, chunks, gates, table, budget, k_max, spent, planes, order, ks, entries, pairs,
+    x, bits, ids, chunks, gates, table, budget, k_max, spent, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
     K_MIN: gl.constexpr, COLUMNS: gl.constexpr, COUNT: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
-    BRING: gl.constexpr, SIZE: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
+    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
-    BRING programs before these have planes of the first pairs in the cache, memory being idle, for the kernel that follows.
     order, ks int32 [pairs]: pairs by expert, and their planes. entries int32 [E or pairs, 4], the fewer: an expert, where its
     pairs begin and end, planes of the first. They stand in the order in which experts first occur, so that those of many pairs
     tend to be early; each pair whose expert has an entry already leaves an empty one, the first such pair at the very end.
     """
-    number = gl.program_id(0) - BRING
-    token, part = (number // (PARTS + 1)).to(gl.int64), number % (PARTS + 1)
-    bring_table(table, row, number == PARTS, E, RULE, NW)
+    token, part = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    bring_table(table, row, (part == PARTS) & (token == 0), E, RULE, NW)
     wait_for_before(PDL)
-    if number < 0:
-        _bring_planes(
-            ids, chunks, gates, table, budget, k_max, planes, number + BRING, ids_token, ids_slot, chunks_token, chunks_slot,
-            gates_token, gates_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, SIZE, NW,
-        )  # fmt: skip
-    elif part < PARTS:
+    if part < PARTS:
         cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
     else:
         k = planes_of_token(
             chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
             ids_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
         )  # fmt: skip
+        slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
-            slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
             hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
-        _place_pairs(ids, k, order, ks, entries, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
+        expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
+        less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
+        place, number = less + before, token.to(gl.int32) * A + slot
+        gl.store(order + place, number, mask=slot < A)
+        gl.store(ks + place, k, mask=slot < A)
+        first = is_held(expert, E) & (before == 0)
+        entry = experts + _before(first.to(gl.int32), N, NW)
+        entry = gl.where(first, entry, pairs - 1 - number + entry)
+        there = (slot < A) & (entry < E)
+        gl.store(entries + 4 * entry, gl.where(first, expert, 0).to(gl.int32), mask=there)
+        gl.store(entries + 4 * entry + 1, less, mask=there)
+        gl.store(entries + 4 * entry + 2, gl.where(first, less + same, less), mask=there)
+        gl.store(entries + 4 * entry + 3, k, mask=there)

@@ -1,7 +1,7 @@
 """Rank selection in Triton, shared by kernels: planes of a token's slots, or of one slot (exact where rows are convex).
 
 Gains gate^2 * (R[k] - R[k+1]) in fp32 become integers that sort like them, and a plane is given if fewer planes of its token go
-before it than may be spent. Gluon shares these functions, hence no layouts and no shapes are made here where it calls them.
+before it than may be spent. Gluon kernels share what makes and compares keys (`bitserial_planes`).
 Source: DPA-MoE, section 3.3.
 """
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 FORBIDDEN = tl.constexpr(-1)  # sorts below every gain
-_NEVER_BELOW = tl.constexpr(0x7FFFFFFF)
+NEVER_BELOW = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def given_planes(row, column, square, first, own, keys, rival, extra, limit, STE
     fall, so that a slot's planes are given in order and need no comparison among each other.
     """
     square, upper = finite(square), tl.load(row + first * column, mask=first < STEPS, other=0.0)
-    taken = first * 0  # not tl.zeros_like, which Gluon does not know: it shares this function
-    wins_ties, itself = (rival < own).to(tl.int32), tl.where(rival == own, _NEVER_BELOW, 0)
+    taken = tl.zeros_like(first)
+    wins_ties, itself = (rival < own).to(tl.int32), tl.where(rival == own, NEVER_BELOW, 0)
     for i in tl.static_range(EACH):
         step = first + i
         lower = tl.load(row + (step + 1) * column, mask=step < STEPS, other=0.0)
@@ -71,40 +71,6 @@ def given_planes(row, column, square, first, own, keys, rival, extra, limit, STE
         rank = tl.sum(ahead, 0, keep_dims=True) + step
         taken += ((rank < extra) & (step < limit)).to(tl.int32)
     return taken
-
-
-@triton.constexpr_function
-def lanes_for(slots, steps):
-    """Lanes that share the steps of one slot, so that lanes times up to 32 slots, a power of two, fill one warp at most."""
-    return min(triton.next_power_of_2(max(1, steps)), max(1, 32 // slots))
-
-
-@triton.jit
-def planes_by_rank(
-    gates, expert_ids, residuals, budget, k_max, slot, rival, lane, experts, gates_column, ids_column, residuals_row,
-    residuals_column, K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr,
-):  # fmt: skip
-    """As `planes_of_slot`, of a token that gates, expert_ids and budget point at; rival: slots [A_PAD, 1]; lane: [1, L].
-
-    L: `lanes_for(A_PAD, C - K_MIN)`.
-    """
-    STEPS: tl.constexpr = C - K_MIN
-    LANES: tl.constexpr = lane.shape[1]
-    EACH: tl.constexpr = (STEPS + LANES - 1) // LANES
-    own_expert = tl.load(expert_ids + slot * ids_column)
-    expert = tl.load(expert_ids + rival * ids_column, mask=rival < A, other=-1)
-    own_gate = tl.load(gates + slot * gates_column).to(tl.float32)
-    gate = tl.load(gates + rival * gates_column, mask=rival < A, other=0.0).to(tl.float32)
-    own_held, held = is_held(own_expert, experts), is_held(expert, experts)
-    count = tl.sum(held.to(tl.int32) + lane * 0, 0, keep_dims=True)
-    extra, limit = extra_planes(budget, k_max, count, K_MIN, C)
-    residuals += K_MIN * residuals_column
-    row = residuals + tl.where(held, expert, 0).to(tl.int32) * residuals_row
-    keys = keys_of(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
-    own_row = residuals + tl.where(own_held, own_expert, 0).to(tl.int32) * residuals_row
-    first = lane * EACH
-    taken = given_planes(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
-    return tl.where(own_held, tl.sum(tl.sum(taken, 1), 0) + K_MIN, 0)
 
 
 @triton.jit
@@ -119,12 +85,26 @@ def planes_of_slot(
     all) and k_max int; strides in elements; A_PAD is A, padded to a power of two. Rows must be convex from K_MIN on.
     Slots times lanes fill at most one warp (A <= 32), so that no sum leaves it. Source: DPA-MoE, section 3.3.
     """
-    token = tl.cast(token, tl.int64)
-    rival, lane = tl.arange(0, A_PAD)[:, None], tl.arange(0, lanes_for(A_PAD, C - K_MIN))[None, :]
-    return planes_by_rank(
-        gates + token * gates_row, expert_ids + token * ids_row, residuals, budget + token * budget_row, k_max, slot, rival,
-        lane, experts, gates_column, ids_column, residuals_row, residuals_column, K_MIN, C, A,
-    )  # fmt: skip
+    STEPS: tl.constexpr = C - K_MIN
+    LANES: tl.constexpr = min(triton.next_power_of_2(max(1, STEPS)), max(1, 32 // A_PAD))
+    EACH: tl.constexpr = (STEPS + LANES - 1) // LANES
+    gates += tl.cast(token, tl.int64) * gates_row
+    expert_ids += tl.cast(token, tl.int64) * ids_row
+    rival = tl.arange(0, A_PAD)[:, None]
+    own_expert = tl.load(expert_ids + slot * ids_column)
+    expert = tl.load(expert_ids + rival * ids_column, mask=rival < A, other=-1)
+    own_gate = tl.load(gates + slot * gates_column).to(tl.float32)
+    gate = tl.load(gates + rival * gates_column, mask=rival < A, other=0.0).to(tl.float32)
+    own_held, held = is_held(own_expert, experts), is_held(expert, experts)
+    count = tl.sum(held.to(tl.int32) + tl.zeros([A_PAD, LANES], tl.int32), 0, keep_dims=True)
+    extra, limit = extra_planes(budget + tl.cast(token, tl.int64) * budget_row, k_max, count, K_MIN, C)
+    residuals += K_MIN * residuals_column
+    row = residuals + tl.where(held, expert, 0).to(tl.int32) * residuals_row
+    keys = keys_of(row, residuals_column, gate * gate, tl.where(held, limit, 0), STEPS)
+    own_row = residuals + tl.where(own_held, own_expert, 0).to(tl.int32) * residuals_row
+    first = tl.arange(0, LANES)[None, :] * EACH
+    taken = given_planes(own_row, residuals_column, own_gate * own_gate, first, slot, keys, rival, extra, limit, STEPS, EACH)
+    return tl.where(own_held, tl.sum(tl.sum(taken, 1), 0) + K_MIN, 0)
 
 
 @triton.jit
