@@ -180,7 +180,6 @@ def product(
         *rows, *sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
         *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
-        **early(x.device),
     )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from dpamoe.kernels.hopper_unpack import (
     word_layout,
 )
 from dpamoe.kernels.triton_unpack import add_plane, tied_scale, twice
-from dpamoe.kernels.triton_wait import wait_for_before
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.8 and later, else that in 3.6
 
@@ -225,7 +224,7 @@ def hopper_prefill_kernel(
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
     WIDTHS: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
-    ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr, PDL: gl.constexpr,
+    ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
     """Tiles of slices of up to WIDTHS pairs: out[row of the pair] = act(W_k x + bias).
 
@@ -235,7 +234,6 @@ def hopper_prefill_kernel(
     """
     cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, ONE, TURNS, WIDTHS)
     memory = kept(scales, offset, cut)
-    wait_for_before(PDL)
     common = (factor, order, tiles, peaks, unit, bias, out, still, memory)
     needs = ((x0, x1, x2), (sums0, sums1, sums2), tiles, rows, (planes, scales, offset), memory)
     if NC == 2:

@@ -182,8 +182,8 @@ def sort_into(
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes, **early(device))
-    some = min(keys, 16)  # many programs, each of which rarely has to go on to further blocks
-    scan_kernel[(keys // some,)](counts, blocks, KEYS=keys, SOME=some, AT_ONCE=256, num_warps=8, **early(device))
+    scan = scan_cut(blocks, keys)
+    scan_kernel[(keys // scan["SOME"],)](counts, blocks, **scan, **early(device))
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + 2 * experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
@@ -191,6 +191,12 @@ def sort_into(
         **early(device),
     )  # fmt: skip
     return order, levels, peaks
+
+
+def scan_cut(blocks: int, keys: int) -> dict[str, int]:
+    """How `scan_kernel` is cut: up to 256 blocks at once, so that it hardly ever goes on to further ones, and so many keys."""
+    at_once = min(256, max(32, triton.next_power_of_2(blocks)))
+    return {"KEYS": keys, "SOME": min(keys, max(16, 2048 // at_once)), "AT_ONCE": at_once, "num_warps": max(4, at_once // 32)}
 
 
 def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE:
 
 
 @triton.jit
-def _write_peak(peak, scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr, PDL: tl.constexpr):
+def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr):
     """A power of two under which the scales and offsets of one expert are below 1; NUMBER of them."""
     at_once: tl.constexpr = 2048
     largest = tl.zeros((at_once,), tl.float32)
@@ -66,8 +66,7 @@ def _write_peak(peak, scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: t
     if TIED:
         top = 2 * tied_scale(top, tl.load(unit + expert))  # offsets reach 4/3 of the scale
     power, inverse = unit_power(top)
-    wait_for_before(PDL)
-    tl.store(peak, tl.minimum(inverse, 2.0**100))  # of an expert of zeros too, times a little more, within fp32
+    return tl.minimum(inverse, 2.0**100)  # of an expert of zeros too, times a little more, within fp32
 
 
 @triton.jit
@@ -100,7 +99,7 @@ def sort_kernel(
     k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_slices` or
     `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. 2 E programs more find peaks
     fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups of the two weights.
-    Weights and pairs are older than the kernel before, so peaks, and the order within a block, do not wait for it.
+    Pairs are older than the kernel before, so their order within a block does not wait for it.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
@@ -119,12 +118,14 @@ def sort_kernel(
     elif block == blocks:
         wait_for_before(PDL)
         _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, TOGETHER)
-    elif block <= blocks + E:
-        expert = block - blocks - 1
-        _write_peak(peaks + expert, up_scale, up_offset, up_unit, expert, UP, TIED, PDL)
     else:
-        expert = block - blocks - 1 - E
-        _write_peak(peaks + E + expert, down_scale, down_offset, down_unit, expert, DOWN, TIED, PDL)
+        expert = (block - blocks - 1) % E
+        wait_for_before(PDL)
+        if tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0:
+            if block <= blocks + E:
+                tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
+            else:
+                tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
 
 
 @triton.jit

@@ -122,6 +122,13 @@ def prefill(card):
     return found
 
 
+def scan(card, blocks, early):
+    """Numbers of pairs before each of so many blocks."""
+    cut = triton_experts.scan_cut(blocks, 8 * EXPERTS)
+    warps = cut.pop("num_warps")
+    return compile_for(card, triton_sort.scan_kernel, cut | early, num_warps=warps)
+
+
 def around(card):
     """Sorting, reordering and summing."""
     early = {"PDL": card >= 90}
@@ -135,9 +142,7 @@ def around(card):
     }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
-        "scan": compile_for(
-            card, triton_sort.scan_kernel, {"KEYS": 8 * EXPERTS, "SOME": 16, "AT_ONCE": 256} | early, num_warps=8
-        ),
+        **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
         **{
             name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut, num_warps=8) for name, cut in tiles.items()
         },
@@ -282,7 +287,7 @@ def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
     from dpamoe.kernels import hopper_experts, hopper_prefill
 
     constants = {key: value for key, value in sizes.items() if key not in ("E", "ASM")}
-    constants |= hopper_experts.constants_of(cut, one_k, words) | {"PDL": True}
+    constants |= hopper_experts.constants_of(cut, one_k, words)
     types = {
         f"{name}{i}": f"tensordesc<fp16[{rows}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
         for name, width in (("x", hopper_experts.BLOCK), ("sums", 16))

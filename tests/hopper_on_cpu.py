@@ -24,7 +24,7 @@ from . import gluon_on_cpu, ptx
 from .gluon_on_cpu import mask_of, tensor_of
 from .warp_groups import Barrier, Groups, Part
 
-MODULES = ("triton_wait", "triton_unpack", "triton_activate", "hopper_unpack", "hopper_tiles", "hopper_bring", "hopper_prefill")
+MODULES = ("triton_unpack", "triton_activate", "hopper_unpack", "hopper_tiles", "hopper_bring", "hopper_prefill")
 LANES = 128  # of a warp group
 BARRIERS = "barriers"
 KINDS = {tl.float16: np.float16, tl.float32: np.float32, tl.int32: np.int32, tl.int8: np.int8, tl.uint8: np.uint8}
@@ -204,7 +204,7 @@ def _replaced(node):
         return all(name.name.split(".")[0] == "triton" for name in node.names)
     if not isinstance(node, ast.ImportFrom):
         return False
-    return node.module.startswith(("triton.experimental", "triton.language")) or node.module.rpartition(".")[2] in MODULES
+    return node.module.startswith("triton.experimental") or node.module.rpartition(".")[2] in MODULES
 
 
 def _range(*ends):

@@ -158,12 +158,14 @@ def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, uniform):
         assert ((largest * peak < 1) & (largest * peak >= 0.5)).all()  # every expert is asked for
 
 
-def test_numbers_before_each_block_of_pairs():
-    """More blocks than are taken at once, and a number of them that is none of their multiples."""
-    counts = torch.randint(0, 9, (75, 128), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    scanned = on_device(torch.cat([counts, torch.full((1, 128), -1, dtype=torch.int32)]))[0]
-    triton_sort.scan_kernel[(2,)](scanned, 75, KEYS=128, SOME=64, AT_ONCE=32, PDL=False)
-    expected = torch.cat([torch.zeros(1, 128, dtype=torch.int64), counts.cumsum(0)])
+@pytest.mark.parametrize("blocks, keys", [(1, 8), (32, 128), (75, 128), (300, 64)])
+def test_numbers_before_each_block_of_pairs(blocks, keys):
+    """One program and several; last: more blocks than are taken at once, and no multiple of those."""
+    counts = torch.randint(0, 9, (blocks, keys), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    scanned = on_device(torch.cat([counts, torch.full((1, keys), -1, dtype=torch.int32)]))[0]
+    cut = te.scan_cut(blocks, keys)
+    triton_sort.scan_kernel[(keys // cut["SOME"],)](scanned, blocks, **cut, PDL=False)
+    expected = torch.cat([torch.zeros(1, keys, dtype=torch.int64), counts.cumsum(0)])
     assert torch.equal(scanned.cpu().long(), expected)
 
 
