@@ -85,9 +85,9 @@ def up_kernel(
         chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
         ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
     )  # fmt: skip
+    _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if RULE != "given":
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
-    _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if k > 0:
         total = _up_rows(
             x + token * x_token + slot * x_slot, buffers, planes, scales, offset, unit + expert, first_row, k,
