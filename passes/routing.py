@@ -136,7 +136,7 @@ def _is_alone(router: Router) -> bool:
     for node in (*router.inner, router.logits, *router.leaves):
         others = [user for user in node.users if user not in inner]
         if node in last:
-            others = [user for user in others if not is_ours(user) and callee(user) not in FOLLOWING]
+            others = [user for user in others if not is_ours(user) and callee(user) not in FOLLOWING and node in _read_by(user)]
         elif node is router.logits:
             others = [user for user in others if user.op != "output"]
         if others or (node not in inner and any(callee(u) in IN_PLACE and u.args[0] is node for u in node.users)):

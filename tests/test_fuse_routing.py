@@ -368,3 +368,14 @@ def test_a_compiled_model_gives_what_eager_gives(transformed, random_ids):
         found = compiled(input_ids=random_ids(1, 9), use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert dpamoe.stats(model)["mean_planes"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "gate-linear", "residual-only"])
+def test_gates_that_are_only_looked_at_for_their_size(experts, allocation):
+    """Ablations: one number for all gates, or other numbers made of them."""
+    block = Block(experts, plainly)
+    block.experts.set_spend(dpamoe.SpendSpec(3.3, allocation=allocation))
+    gm, inputs = captured(block, rows(12))
+    before = results(gm, inputs)
+    assert fuse_routing(gm) == 1 and not any("topk" in str(node.target) for node in gm.graph.nodes)
+    torch.testing.assert_close(results(gm, inputs), before, rtol=1e-5, atol=1e-5)  # fp32 sums in another order
