@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpamoe.kernels.paths import early
 from dpamoe.kernels.triton_rank import FORBIDDEN, extra_planes, finite, is_held, key_of, selected, token_of
-from dpamoe.kernels.triton_wait import wait_for_before
 
 _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
@@ -77,10 +75,8 @@ def _allocate_kernel(
     gates, expert_ids, residuals, budget, k_max, chunks, experts, numbers, picks,
     gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
     K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Planes of one token, to chunks int32 [T, A]; numbers, picks: room as of `_room`."""
-    wait_for_before(PDL)
     STEPS: tl.constexpr = C - K_MIN
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, A_PAD)
     pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
@@ -117,10 +113,9 @@ def _sums(pairs, start, end, expert, A: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs", "pairs_each"])
 def _sum_kernel(
     gates, expert_ids, parts, pairs, pairs_each, experts, gates_row, gates_column, ids_row, ids_column,
-    A: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+    A: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Sums of some experts over some pairs, to parts fp64 [P, E]."""
-    wait_for_before(PDL)
     part, expert = tl.program_id(0), tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     end = tl.minimum((part + 1) * pairs_each, pairs)
     where = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
@@ -167,13 +162,12 @@ def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
 def _dispatch_kernel(
     gates, expert_ids, parts, part_count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
     gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, K_MIN: tl.constexpr, C: tl.constexpr,
-    A: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr, PDL: tl.constexpr,
+    A: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
 ):  # fmt: skip
     """One program: planes int32 [E] of every expert, from parts fp64 [part_count, E]; if None, from the pairs, and chunks too.
     ROWS: parts or pairs read at once; numbers, picks: room as of `_room`."""
     STEPS: tl.constexpr = C - K_MIN
     expert = tl.arange(0, E_PAD)
-    wait_for_before(PDL)
     if parts is None:
         where = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
         total = _sums(where, 0, pairs, expert, A, ROWS)
@@ -191,18 +185,14 @@ def _dispatch_kernel(
     if parts is None:
         tl.debug_barrier()
         for start in range(0, pairs, BLOCK):
-            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, A, BLOCK, False)
+            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, A, BLOCK)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _hand_out(
-    expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column,
-    A: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]; PDL: the kernel before writes planes."""
+def _hand_out(expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column, A: tl.constexpr, BLOCK: tl.constexpr):
+    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]."""
     pair = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
-    wait_for_before(PDL)
     tl.store(chunks + pair, tl.load(planes + expert, mask=is_held(expert, experts), other=0), mask=pair < pairs)
 
 
@@ -238,7 +228,6 @@ def allocate(
             gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
             *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0,
             K_MIN=k_min, C=columns, A=active, A_PAD=padded, BLOCK=32 * warps, CONVEX=convex, **_options(warps),
-            **early(chunks.device),
         )  # fmt: skip
     return chunks
 
@@ -265,15 +254,15 @@ def allocate_dispatch(
         parts = torch.empty(count, experts, dtype=torch.float64, device=device)
         _sum_kernel[(count, triton.cdiv(experts, _EXPERTS))](
             gates, expert_ids, parts, pairs, each, experts, *gates.stride(), *expert_ids.stride(),
-            A=active, PAIRS=_PAIRS, EXPERTS=_EXPERTS, **early(device),
+            A=active, PAIRS=_PAIRS, EXPERTS=_EXPERTS,
         )  # fmt: skip
     _dispatch_kernel[(1,)](
         gates, expert_ids, parts, count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
         *gates.stride(), *expert_ids.stride(), *residuals.stride(), K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
-        ROWS=rows if small else 4 * rows, BLOCK=64 * warps, CONVEX=convex, **_options(warps), **early(device),
+        ROWS=rows if small else 4 * rows, BLOCK=64 * warps, CONVEX=convex, **_options(warps),
     )  # fmt: skip
     if not small:
         _hand_out[(triton.cdiv(pairs, _BLOCK),)](
-            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), A=active, BLOCK=_BLOCK, **early(device)
+            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), A=active, BLOCK=_BLOCK
         )
     return chunks

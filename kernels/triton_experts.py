@@ -181,7 +181,7 @@ def sort_into(
     blocks = triton.cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
-    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes, **early(device))
+    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
     scan = scan_cut(blocks, keys)
     scan_kernel[(keys // scan["SOME"],)](counts, blocks, **scan, **early(device))
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
@@ -246,7 +246,7 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(tokens, triton.cdiv(width, block))](
         rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block,
-        **early(out.device),
+        PDL=False,
     )  # fmt: skip
 
 

@@ -23,11 +23,10 @@ def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
-    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """counts int32 [blocks, KEYS]: how often each key occurs in each block of B pairs."""
     at = tl.program_id(0) * B + tl.arange(0, B)
-    wait_for_before(PDL)
     key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
     tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
 

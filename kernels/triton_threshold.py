@@ -5,9 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpamoe.kernels.paths import early
-from dpamoe.kernels.triton_wait import wait_for_before
-
 BLOCK = 256  # pairs of one program
 
 
@@ -31,10 +28,9 @@ def planes_above(gate, expert, thresholds, k_max, experts, row, column, C: tl.co
 def threshold_kernel(
     gates, expert_ids, thresholds, k_max, chunks, pairs, experts,
     gates_row, gates_column, ids_row, ids_column, thresholds_row, thresholds_column,
-    A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Planes of BLOCK pairs, to chunks int32 [T, A]."""
-    wait_for_before(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, slot = (pair // A).to(tl.int64), pair % A
     expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=pair < pairs, other=-1)
@@ -68,6 +64,6 @@ def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_
         threshold_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
             gates, expert_ids, thresholds, k_max, chunks, chunks.numel(), thresholds.shape[0],
             *gates.stride(), *expert_ids.stride(), *thresholds.stride(),
-            A=expert_ids.shape[1], C=thresholds.shape[1], BLOCK=BLOCK, num_warps=4, **early(chunks.device),
+            A=expert_ids.shape[1], C=thresholds.shape[1], BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return chunks

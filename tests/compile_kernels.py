@@ -132,7 +132,7 @@ def scan(card, blocks, early):
 def around(card):
     """Sorting, reordering and summing."""
     early = {"PDL": card >= 90}
-    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK} | early
+    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     tiles = {
         "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "TOGETHER": 0},
@@ -144,7 +144,8 @@ def around(card):
         "count": compile_for(card, triton_sort.count_kernel, keys),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
         **{
-            name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut, num_warps=8) for name, cut in tiles.items()
+            name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut | early, num_warps=8)
+            for name, cut in tiles.items()
         },
         "prepare": compile_for(
             card, triton_sort.prepare_kernel,
@@ -158,7 +159,7 @@ def around(card):
             card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4} | early, {"rows": "i32"}
         ),
         "combine": compile_for(
-            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024} | early
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "PDL": False}
         ),
     }  # fmt: skip
 
@@ -170,7 +171,7 @@ def allocate(card):
     found = {}
     for convex in (True, False):
         absent = {"numbers": None, "picks": None} if convex else {}
-        common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex, "PDL": card >= 90} | absent
+        common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex} | absent
         token = common | {"A_PAD": ACTIVE, "BLOCK": 32}
         dispatch = common | {"E_PAD": EXPERTS, "ROWS": 64, "BLOCK": 512}
         planes = types | {"planes": "*i32"}
@@ -178,7 +179,7 @@ def allocate(card):
         found[f"dispatch {convex}"] = compile_for(
             card, triton_allocate._dispatch_kernel, dispatch, planes, num_warps=8, maxnreg=255, **limit
         )
-    cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK, "PDL": card >= 90}
+    cut = {"A": ACTIVE, "C": PLANES, "BLOCK": triton_threshold.BLOCK}
     found["threshold"] = compile_for(card, triton_threshold.threshold_kernel, cut, types, num_warps=4)
     found["counter"] = compile_for(card, triton_threshold.count_kernel, {"C": PLANES, "BLOCK": cut["BLOCK"]}, num_warps=4)
     return found

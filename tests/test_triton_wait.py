@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import allocation, grouped, triton_allocate, triton_experts, triton_wait
+from dpamoe.kernels import grouped, triton_experts, triton_wait
 
 ERROR = 4e-3  # of the norm: rows are rounded to fp16, offsets less scales to two such numbers
 
@@ -18,7 +18,7 @@ class Chain:
     first program waits. One that is not launched early finds all there, and never waits."""
 
     def __init__(self):
-        self.launched, self.written, self.waits = [], [], 0
+        self.launched, self.early, self.written, self.waits = [], set(), [], 0
 
     def make_early(self, monkeypatch, module, names):
         """Let a module launch its kernels of these names in this chain."""
@@ -46,6 +46,8 @@ class Chain:
         kernel[grid](*given, **options)
         assert self.waits == begins * math.prod(grid), "each program waits where it begins early, and none elsewhere"
         self.launched.append(name)
+        if begins:
+            self.early.add(name)
         self.written = [(t, t.clone()) for t, old in zip(tensors, before, strict=True) if not torch.equal(t, old)]
 
 
@@ -55,17 +57,13 @@ class Early:
     def __init__(self, chain, name, kernel):
         self.chain, self.name, self.kernel = chain, name, kernel
 
-    def __call__(self, *given):
-        """As a part of another kernel."""
-        return self.kernel(*given)
-
     def __getitem__(self, grid):
         return partial(self.chain.launch, self.name, self.kernel, grid)
 
 
 @pytest.fixture
 def chain(hopper_on_cpu, monkeypatch):
-    """All launches of a prefill on Hopper; the products are not early."""
+    """All launches of a prefill on Hopper; counting, the products and the sum of slots are not early."""
     made = Chain()
     made.make_early(monkeypatch, triton_experts, ("count_kernel", "scan_kernel", "sort_kernel", "combine_kernel"))
     made.make_early(monkeypatch, hopper_on_cpu, ("prepare_kernel", "hopper_prefill_kernel"))
@@ -83,6 +81,7 @@ def test_a_prefill_of_early_kernels(hopper_on_cpu, chain, random_encoded, random
     assert float((found - expected).norm() / expected.norm()) < ERROR
     product = ["prepare_kernel", "hopper_prefill_kernel"]
     assert chain.launched == ["count_kernel", "scan_kernel", "sort_kernel", *product, *product, "combine_kernel"]
+    assert chain.early == {"scan_kernel", "sort_kernel", "prepare_kernel"}
 
 
 def test_a_kernel_that_is_not_launched_early_does_not_wait(monkeypatch):
@@ -90,17 +89,3 @@ def test_a_kernel_that_is_not_launched_early_does_not_wait(monkeypatch):
     counts = torch.ones(2, 16, dtype=torch.int32)
     triton_experts.scan_kernel[(1,)](counts, 1, KEYS=16, SOME=16, AT_ONCE=32, PDL=False)
     assert counts.tolist() == [[0] * 16, [1] * 16]
-
-
-@pytest.mark.parametrize("tokens", [3, 700])
-@pytest.mark.parametrize("name", ["allocate", "allocate_dispatch"])
-def test_an_allocation_by_early_kernels(monkeypatch, convex_table, random_pairs, name, tokens):
-    """One launch, or three where there are more pairs than one program takes."""
-    made, table = Chain(), convex_table(5, 4)
-    ids, gates, _ = random_pairs(tokens, 3, 5)
-    budget, k_max = torch.tensor(2.5), torch.tensor(4, dtype=torch.int32)
-    made.make_early(monkeypatch, triton_allocate, ("_allocate_kernel", "_sum_kernel", "_dispatch_kernel", "_hand_out"))
-    found = getattr(triton_allocate, name)(gates, ids, table, budget, k_max, 2, True)
-    assert torch.equal(found, getattr(allocation, name)(gates, ids, table, budget, k_max, 2))
-    several = name == "allocate_dispatch" and tokens == 700
-    assert len(made.launched) == (3 if several else 1)
