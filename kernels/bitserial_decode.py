@@ -194,22 +194,23 @@ def _dots(
 
 @gluon.jit
 def down_kernel(
-    hidden, ids, chunks, gates, table, budget, k_max, planes, scales, offset, unit, bias, out,
-    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
+    hidden, ids, chunks, gates, seen, table, budget, k_max, planes, scales, offset, unit, bias, out,
+    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, seen_token, seen_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr,
     NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
-    Rules as in `planes_of_token`: k is found anew, since the kernel before has not written it when planes are asked for.
+    Rules as in `planes_of_token`, which sees gates of its own: k is found anew, since the kernel before has not written it when
+    planes are asked for.
     SPARE: pieces of shared memory that only keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
     every = planes_of_token(
-        chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
+        chunks, seen, ids, table, budget, k_max, token, chunks_token, chunks_slot, seen_token, seen_slot, ids_token,
         ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
     )  # fmt: skip
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)

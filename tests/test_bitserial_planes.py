@@ -54,12 +54,25 @@ def thresholds():
 
 @pytest.mark.parametrize("active", SLOTS)
 def test_ranks_of_a_token(token, convex_table, active):
-    """A budget for each token, and one for all."""
+    """A budget for each token, and one for all; what is handed out is counted."""
     ids, gates = routing(3, active)
     for budget in (torch.tensor([2.0, 3.7, 8.0]), torch.tensor(4.3)):
-        given = (convex_table(EXPERTS), budget, torch.tensor(7, dtype=torch.int32), 2)
-        found = token(ids, gates, allocation.Allocation(gates, *given))
+        given, spent = (convex_table(EXPERTS), budget, torch.tensor(7, dtype=torch.int32), 2), torch.arange(9)
+        found = token(ids, gates, allocation.Allocation(gates, *given, spent))
         assert torch.equal(found, allocation.allocate(gates, ids, *given, True))
+        assert torch.equal(spent - torch.arange(9), torch.bincount(found.flatten(), minlength=9))
+
+
+@pytest.mark.parametrize("k_min, k_max, budget", [(2, 8, 3.7), (0, 8, 1.3), (8, 8, 8.0), (2, 1, 5.0)])
+def test_equal_gains_go_to_the_lower_slot(token, convex_table, k_min, k_max, budget):
+    """16 slots of one gate and one table, which all have the same planes or one more; all fit a counter of 5 bits."""
+    table = convex_table(EXPERTS, whole=True)[:1].expand(EXPERTS, -1).t().contiguous().t()
+    gates, spent = torch.full((2, 16), 0.25), torch.zeros(9, dtype=torch.int64)
+    ids = torch.arange(32).view(2, 16) % EXPERTS
+    given = (table, torch.tensor(budget), torch.tensor(k_max, dtype=torch.int32), k_min)
+    found = token(ids, gates, allocation.Allocation(gates, *given, spent))
+    assert torch.equal(found, allocation.allocate(gates, ids, *given, True))
+    assert torch.equal(spent, torch.bincount(found.flatten(), minlength=9)) and (found[:, 0] >= found[:, 15]).all()
 
 
 @pytest.mark.parametrize("active", SLOTS)
@@ -74,13 +87,18 @@ def test_thresholds_of_a_token(token, active):
         assert found[1, 0] == 0 and found[2, 0] == 6
 
 
-@pytest.mark.parametrize("rule", ["rank", "threshold"])
+@pytest.mark.parametrize("rule", ["rank", "other gates", "one for all gates", "threshold"])
 def test_slots_one_by_one(block, convex_table, rule):
-    """Copies that do not wait for k, and those that do, bring the planes that are read."""
+    """Copies that do not wait for k, and those that do, bring the planes that are read, in both products.
+
+    The allocator may see other gates than those that rows are added up by, such as the same for all.
+    """
     (ids, gates), k_max = routing(1, 3), torch.tensor(8, dtype=torch.int32)
-    if rule == "rank":
+    if rule != "threshold":
+        seen = {"rank": gates, "other gates": 0.01 / gates}.get(rule, torch.tensor(0.5).expand_as(gates))
         given = (convex_table(EXPERTS), torch.tensor(3.5), k_max, 2)
-        source, expected = allocation.Allocation(gates, *given), allocation.allocate(gates, ids, *given, True)
+        source, expected = allocation.Allocation(seen, *given), allocation.allocate(seen, ids, *given, True)
+        assert rule == "rank" or not torch.equal(expected, allocation.allocate(gates, ids, *given, True))
     else:
         source = allocation.Thresholds(gates, thresholds(), k_max)
         expected = reference.allocate_threshold(gates, ids, thresholds(), k_max)

@@ -271,6 +271,18 @@ def test_a_number_that_is_none_reaches_the_outputs_of_its_row_alone(qwen):
             assert torch.equal(found[rest], OPS.expert_ffn(x, ids, gates, chunks, *qwen.call())[rest])
 
 
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_gates_that_the_allocator_alone_sees(qwen, convex_table, tokens):
+    """The same for all experts, and others: both products read the planes that they say."""
+    table, budget = convex_table(qwen.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
+    k_max = torch.tensor(8, dtype=torch.int32, device=DEVICE)
+    x, ids, gates, _ = routing(qwen, tokens, torch.float32)
+    for seen in (torch.tensor(0.5, device=DEVICE).expand_as(gates), 0.01 / gates):
+        found, planes = OPS.routed_ffn(x, ids, gates, table, budget, k_max, *qwen.call(), 2, True, False, seen)
+        assert torch.equal(planes.cpu(), allocation.allocate(*(t.cpu() for t in (seen, ids, table, budget, k_max)), 2, True))
+        assert error(found, exact(qwen, x, ids, gates, planes)) < ERROR
+
+
 def test_a_row_alone_and_in_a_batch(qwen, convex_table):
     """The same k always; the same bits within the kernels for few pairs, and within those for many."""
     k_max, budget = torch.tensor(8, dtype=torch.int32, device=DEVICE), torch.tensor(3.3, device=DEVICE)

@@ -106,6 +106,9 @@ def test_tied_scales_are_estimated_like_free_ones(store_costs):
     tied = replace(SHAPE, group_size=32, scale_mode="tied")
     assert first_prefill(tied) == 27 and first_prefill(tied, bits=True) == 67
     assert {paths.choose(tied, tokens, CPU, True) for tokens in range(1, 67)} == {"bits"}
+    costs = Costs(times(t1=(1, 9), t4=(9, 8), t16=(9, 8)), None, 4.0, "2026-01-31", "2", "3")
+    paths.save_costs(paths.device_name(CPU), {tied.key: costs})  # a file of before, without them
+    assert [paths.choose(tied, tokens, CPU, True) for tokens in (1, 66, 67)] == ["bits", "bits", "prefill"]
     costs = Costs(all_three(t1=(9, 5, 90), t64=(99, 80, 60)), None, 4.0, "2026-01-31", "2", "3")
     paths.save_costs(paths.device_name(CPU), {tied.key: costs})
     assert [paths.choose(tied, tokens, CPU, True) for tokens in (1, 63, 64)] == ["bits", "bits", "prefill"]
