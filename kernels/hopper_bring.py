@@ -1,7 +1,8 @@
 """The warp group of the Hopper kernel, in Gluon, that brings planes, scales, offsets and rows into shared memory.
 
 Planes and scales come by the copies of Ampere, the addresses of which are a lane's own, rows by those of Hopper. Two stretches
-are kept of the former and NS blocks of 128 inputs of the latter; both sides wait for each other at barriers in memory.
+are kept of the former and NS blocks of 128 inputs of the latter, or, where those are one stretch (EACH), that of every slice by
+itself; both sides wait for each other at barriers in memory.
 """
 
 from triton.experimental import gluon
@@ -9,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.hopper_tiles import kind_of, number_of, part_of, slices_of, up_to
+from dpamoe.kernels.hopper_tiles import kind_of, number_of, part_of, slices_of, up_to, width_of
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
@@ -39,18 +40,19 @@ def kept(scales, offset, cut: gl.constexpr):
         offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
     for i in gl.static_range(len(cut.KINDS)):
         x = x + (_rows(cut.NS * number_of(cut, i), cut.KINDS[i], 128),)
-        sums = sums + (_rows(2 * number_of(cut, i), cut.KINDS[i], 16),)
+        sums = sums + (_rows((1 if cut.EACH else 2) * number_of(cut, i), cut.KINDS[i], 16),)
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    x_full = gl.allocate_shared_memory(gl.int64, [cut.NS, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [cut.NS, 1], mbarrier.MBarrierLayout())
+    WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS
+    x_full = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [cut.NC, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(cut.NC):
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(plane_full.index(i), count=129)  # the lanes that copy, and the announcement of the sums
+        mbarrier.init(plane_full.index(i), count=128 if cut.EACH else 129)  # lanes that copy, and the announcement of the sums
         mbarrier.init(plane_empty.index(i), count=cut.NC)
-    for i in gl.static_range(cut.NS):
+    for i in gl.static_range(WAITED):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=cut.NC)
     return (planes, own_scales, offsets), x, sums, plane_full, plane_empty, x_full, x_empty, turns
@@ -112,6 +114,22 @@ def _bring_rows(x, sums, starts, count, first, number, stage, memory, cut: gl.co
 
 
 @gluon.jit
+def _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut: gl.constexpr):
+    """Ask for a stretch of the rows of every slice and their sums over it, in the order in which they are multiplied."""
+    _, x_ring, sum_ring, _, _, x_full, x_empty, _ = memory
+    for c in range(most):
+        for j in gl.static_range(cut.P):
+            if (levels >> 4 * j) & 15 == c + 1:
+                mbarrier.wait(x_empty.index(j), (phases >> j) % 2 ^ 1)
+                mbarrier.expect(x_full.index(j), width_of(cut, j) * (256 * cut.W + 32))
+                at = [starts[j], cut.IN + first // cut.W * 16]
+                load_tile(sums[kind_of(cut, j)], at, x_full.index(j), part_of(sum_ring, 0, j, cut))
+                for w in gl.static_range(cut.W):
+                    at = [starts[j], (first + w) * 128]
+                    load_tile(x[kind_of(cut, j)], at, x_full.index(j), part_of(x_ring, w, j, cut))
+
+
+@gluon.jit
 def bring(given, cut: gl.constexpr):
     """All that the tiles of a program need, in turn."""
     x, sums, tiles, rows, sources, memory = given
@@ -123,8 +141,9 @@ def bring(given, cut: gl.constexpr):
     size: gl.constexpr = 32 // sources[1][0].dtype.element_ty.primitive_bitwidth  # scales in 4 bytes, the least that is copied
     word_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32 // W, W], [4, 1], [1, 0])
     scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [4, 1], [1, 0])
-    turn, number = 0, 0
-    for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
+    turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
+    phases = end * 0  # of the slices, one bit each
+    for item in range(gl.program_id(0), end, gl.num_programs(0)):
         block, entry = item % blocks, tiles + item // blocks * (2 + 3 * cut.P)
         expert = gl.load(entry)
         starts, levels, most, present = slices_of(entry, rows, cut.P)
@@ -142,5 +161,9 @@ def bring(given, cut: gl.constexpr):
             first_word, first_scale = line * (IN // 32) + first * 4, line * cut.GROUPS + first // W * OWN
             _bring_planes(sources, (words_at, scales_at), rings, stage, first_word, first_scale, most, cut)
             async_copy.mbarrier_arrive(plane_full.index(stage), increment_count=False)
-            number = _bring_rows(x, sums, starts, count, first, number, stage, memory, cut)
+            if cut.EACH:
+                _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut)
+                phases = phases ^ ((1 << count) - 1)
+            else:
+                number = _bring_rows(x, sums, starts, count, first, number, stage, memory, cut)
             turn += 1

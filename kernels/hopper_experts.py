@@ -27,7 +27,8 @@ PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, sin
 class Cut:
     """How the kernel is cut: most pairs of one k in each slice of a tile, the widest first; warp groups that compute it.
 
-    kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two. turns: groups multiply
+    kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two; if just as many are
+    kept, each slice has its rows by itself, and is free for the next ones as soon as it is multiplied. turns: groups multiply
     one after the other.
     """
 
@@ -46,8 +47,6 @@ class Cut:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a lane in the groups that compute, and in the one that brings; 512 in all groups together."""
-        if (sum(self.widths), self.groups) == (192, 3):
-            return 160, 32
         return {2: (224, 56), 3: (152, 56), 4: (104, 64)}[self.groups]
 
 
@@ -57,9 +56,8 @@ CUTS = (
     (12, Cut((16, 8, 8, 8), 3, 4, whole=True)),
     (24, Cut((16, 16, 8, 8), 3, 4, whole=True)),
     (24, Cut((16, 16, 8, 8), 2, 4)),
-    (48, Cut((32,) * 4, 2, 4, whole=True)),
-    (96, Cut((64, 32, 32, 16, 16), 2, 3, whole=True)),
-    (192, Cut((64, 32, 32, 32, 16, 16), 3 if triton_experts.SPARING else 2, 2)),
+    (48, Cut((32, 16, 16, 8), 3, 2, whole=True)),
+    (192, Cut((64, 32, 32, 16, 16, 16, 16), 2, 2, whole=True)),
     (1 << 62, Cut((64,) * 4, 2, 2)),
     (1 << 62, Cut((32,) * 4, 3, 2)),
     (1 << 62, Cut((32,) * 4, 2, 2)),
@@ -68,7 +66,7 @@ CUTS_OF_ONE_K = (
     (12, Cut((16,), 4, 4, whole=True)),
     (12, Cut((16,), 2, 4)),
     (48, Cut((32,) * 2, 3, 4, whole=True)),
-    (192, Cut((64,) * 3, 3, 2, turns=True)),
+    (192, Cut((64,) * 3, 2, 2, whole=True)),
     (1 << 62, Cut((64,) * 4, 2, 2, turns=True)),
     (1 << 62, Cut((64,) * 3, 2, 2, turns=True)),
     (1 << 62, Cut((64,) * 2, 2, 2, turns=True)),
@@ -92,15 +90,21 @@ def usable(*weights: EncodedWeight) -> bool:
     return fit and all(tensor.data_ptr() % 16 == 0 for weight in weights for tensor in weight.tensors().values())
 
 
+def blocks_at_once(cut: Cut, words: int) -> int:
+    """Blocks of a stretch of so many words that are unpacked at once: all, or one where more would not fit the registers."""
+    return words if cut.whole and words < 4 else 1
+
+
 def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
     """Bytes of shared memory that no product of these weights exceeds."""
-    row = 0  # of a stretch: its planes, scales and offsets
+    row, sums = 0, 1  # of a stretch: its planes, scales and offsets; stretches of sums
     for weight in weights:
         words, planes = words_at_once(weight), len(weight.planes)
         groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
-    rows = sum(cut.widths) * (cut.kept * 2 * BLOCK + 2 * 32)  # of x, and their sums
+        sums = max(sums, 1 if blocks_at_once(cut, words) == words == cut.kept else 2)
+    rows = sum(cut.widths) * (cut.kept * 2 * BLOCK + sums * 32)  # of x, and their sums
     return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
@@ -112,9 +116,8 @@ def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> C
 
 def constants_of(cut: Cut, one_k: bool, words: int) -> dict:
     """What the kernel is compiled for, as it names it."""
-    whole = cut.whole and words < 4  # more would not fit the registers
     return {
-        "WIDTHS": cut.widths, "W": words, "B": words if whole else 1, "NC": cut.groups, "NS": cut.kept,
+        "WIDTHS": cut.widths, "W": words, "B": blocks_at_once(cut, words), "NC": cut.groups, "NS": cut.kept,
         "ONE": one_k, "TURNS": cut.turns, "REGS": cut.registers[0], "BRING": cut.registers[1],
     }  # fmt: skip
 

@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import bring, kept, mbarrier
-from dpamoe.kernels.hopper_tiles import part_of, sizes_of, slices_of, store, width_of
+from dpamoe.kernels.hopper_tiles import most_of, part_of, sizes_of, slices_of, store, used_of, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
+    first_plane,
     fragment,
     left_layout,
     offset_of,
@@ -75,30 +76,36 @@ def _arrive(x_full, number, B: gl.constexpr, NS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_slice(acc, parts, base, memory, stage, number, last, j: gl.constexpr, cut: gl.constexpr):
+def _multiply_slice(acc, parts, base, memory, stage, number, last, phases, j: gl.constexpr, cut: gl.constexpr):
     """Multiply slice j by B blocks, and with the last of a stretch by its offsets."""
-    _, x, sums, _, _, _, _, _ = memory
+    _, x, sums, _, _, x_full, x_empty, _ = memory
     left: gl.constexpr = left_layout(width_of(cut, j))
+    if cut.EACH:
+        mbarrier.wait(x_full.index(j), (phases >> j) % 2)
     for i in gl.static_range(cut.B):
         right = part_of(x, (number + i) % cut.NS, j, cut).permute((1, 0))
         acc = hopper.warpgroup_mma(fragment(parts[i], left), right, acc, is_async=cut.B == cut.W)
-    right = part_of(sums, stage, j, cut).permute((1, 0))
+    place = number % cut.NS if cut.EACH else stage  # the former is 0, whichever block it is
+    right = part_of(sums, place, j, cut).permute((1, 0))
     if cut.B == cut.W:
         acc = hopper.warpgroup_mma(bases(base, left), right, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     elif last:
         acc = hopper.warpgroup_mma(bases(base, left), right, acc)
+    if cut.EACH:
+        barrier()
+        mbarrier.arrive(x_empty.index(j), count=1)
     return acc
 
 
 @gluon.jit
-def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, cut: gl.constexpr):
+def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, phases, cut: gl.constexpr):
     """Multiply the slices of a level, one after the other."""
     new = ()
     for j in gl.static_range(cut.P):
         acc = accs[j]
         if (levels >> 4 * j) & 15 == level:
-            acc = _multiply_slice(acc, parts, base, memory, stage, number, last, j, cut)
+            acc = _multiply_slice(acc, parts, base, memory, stage, number, last, phases, j, cut)
         new = new + (acc,)
     return new
 
@@ -119,7 +126,7 @@ def _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own
     base = bases(base, left)
     if cut.TURNS:
         mbarrier.wait(turns.index(own), (number // cut.B + (1 if own == 0 else 0)) % 2)
-    if (levels >> 4 * (cut.P - 1)) & 15 > 0:
+    if cut.P == 1 or (levels >> 4 * (cut.P - 1)) & 15 > 0:
         for i in gl.static_range(cut.B):
             accs = _begin(accs, fragment(parts[i], left), x, (number + i) % cut.NS, cut)
         if cut.B == cut.W:
@@ -140,9 +147,9 @@ def _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own
 
 
 @gluon.jit
-def _multiply_blocks(accs, memory, tile, stage, w, number, still, own: gl.constexpr, cut: gl.constexpr):
+def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: gl.constexpr, cut: gl.constexpr):
     """Unpack B blocks of the weight, of a stretch from w on, plane by plane, and multiply where pairs stop."""
-    unit, power, levels, most, present = tile
+    unit, power, levels, present = tile
     planes, scales, offsets = memory[0]
     B: gl.constexpr = cut.B
     W: gl.constexpr = cut.W
@@ -153,30 +160,85 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, own: gl.conste
     words, raw = read_plane(planes[own], scales[own], stage, 0, W, C, TIED)
     words = chosen(words, w, B, W)
     share = power * 2.0**14
-    for c in range(most):
+    for c in range(most_of(levels, cut.P)):
         later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
-        if TIED:
-            share = share * 0.5
-            scale = tied_scale(raw, unit) * share
-        else:
-            scale = raw.to(gl.float32) * share
+        scale, share = _scale_of(raw, unit, share, TIED)
         total += scale
         pairs, new = twice(scale, True), ()
         for i in gl.static_range(B):
             new = new + (add_plane(parts[i], words[i], pairs, True),)
         parts = new
-        if not cut.ONE:  # noqa: SIM102  one is known to the compiler, the other is not
-            if (present >> (c + 1)) % 2 == 1:
+        if (present >> (c + 1)) % 2 == 1:
+            if not cut.EACH:  # noqa: SIM102  one is known to the compiler, the other is not
                 if present & ((2 << c) - 2) == 0:  # the first of the block
                     _arrive(memory[5], number, cut.B, cut.NS)
-                base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
-                accs = _multiply_level(accs, parts, base, memory, stage, number, levels, c + 1, B == W or w == W - 1, cut)
+            base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
+            last = B == W or w == W - 1
+            accs = _multiply_level(accs, parts, base, memory, stage, number, levels, c + 1, last, phases, cut)
         words, raw = chosen(later, w, B, W), raw_later
         number += still  # else the compiler works out where x is for every level before the first, and runs out of registers
-    if cut.ONE:
-        base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
+    return accs
+
+
+@gluon.jit
+def _scale_of(raw, unit, share, TIED: gl.constexpr):
+    """2^14 times the scale of a plane, from what is stored, and the share that is left for the planes after it."""
+    if TIED:
+        share = share * 0.5
+        scale = tied_scale(raw, unit) * share
+    else:
+        scale = raw.to(gl.float32) * share
+    return scale, share
+
+
+@gluon.jit
+def _multiply_one_k(accs, memory, tile, stage, w, number, phases, own: gl.constexpr, cut: gl.constexpr):
+    """Unpack B blocks of the weight, of a stretch from w on, to the k that all slices have, and multiply."""
+    unit, power, levels, _ = tile
+    most = levels & 15
+    planes, scales, offsets = memory[0]
+    B: gl.constexpr = cut.B
+    W: gl.constexpr = cut.W
+    C: gl.constexpr = cut.C
+    TIED: gl.constexpr = cut.TIED
+    words, raw = read_plane(planes[own], scales[own], stage, 0, W, C, TIED)
+    offset = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED)
+    later, raw_later = read_plane(planes[own], scales[own], stage, min(1, C - 1), W, C, TIED)
+    words = chosen(words, w, B, W)
+    total, share = _scale_of(raw, unit, power * 2.0**14, TIED)
+    pairs, parts = twice(total, True), ()
+    for i in gl.static_range(B):
+        parts = parts + (first_plane(words[i], pairs),)
+    for c in range(1, most):
+        words, raw = chosen(later, w, B, W), raw_later
+        later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
+        scale, share = _scale_of(raw, unit, share, TIED)
+        total += scale
+        pairs, new = twice(scale, True), ()
+        for i in gl.static_range(B):
+            new = new + (add_plane(parts[i], words[i], pairs, True),)
+        parts = new
+    base = offset - total * 2.0**-10
+    if cut.EACH:
+        accs = _multiply_level(accs, parts, base, memory, stage, number, levels, most, True, phases, cut)
+    else:
         accs = _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own, cut)
     return accs
+
+
+@gluon.jit
+def _tile_of(item, end, blocks: gl.constexpr, tiles, peaks, unit, cut: gl.constexpr):
+    """Where the tile of an item stands, and what it holds; beyond the end, something that can be read.
+
+    Its largest k is not among it: Triton takes what only ends a loop within a loop for the same each time.
+    """
+    entry = tiles + gl.minimum(item, gl.maximum(end - 1, 0)) // blocks * (2 + 3 * cut.P)
+    expert = gl.where(item < end, gl.load(entry), 0)
+    _, levels, _, present = slices_of(entry, 0, cut.P)
+    power, tied_unit = gl.load(peaks + expert), 0.0
+    if cut.TIED:
+        tied_unit = gl.load(unit + expert)
+    return entry, expert, (tied_unit, power, levels, present)
 
 
 @gluon.jit
@@ -187,25 +249,27 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     B: gl.constexpr = cut.B
     W: gl.constexpr = cut.W
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
-    turn, number = 0, 0
-    for item in range(gl.program_id(0), gl.load(tiles + 1) * blocks, gl.num_programs(0)):
-        block, entry = item % blocks, tiles + item // blocks * (2 + 3 * cut.P)
-        expert = gl.load(entry)
-        starts, levels, most, present = slices_of(entry, 0, cut.P)
-        power, tied_unit = gl.load(peaks + expert), 0.0
-        if cut.TIED:
-            tied_unit = gl.load(unit + expert)
-        tile = (tied_unit, power, levels, most, present)
+    turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
+    phases = end * 0  # of the slices, one bit each
+    entry, expert, tile = _tile_of(gl.program_id(0), end, blocks, tiles, peaks, unit, cut)
+    for item in range(gl.program_id(0), end, gl.num_programs(0)):
+        next_entry, next_expert, next_tile = _tile_of(item + gl.num_programs(0), end, blocks, tiles, peaks, unit, cut)
         accs = ()
         for j in gl.static_range(cut.P):
             accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
         for b in range(0, cut.IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
-            accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, own, cut)
+            if cut.ONE:
+                accs = _multiply_one_k(accs, memory, tile, stage, w, number, phases, own, cut)
+            else:
+                accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
             barrier()
-            for i in gl.static_range(B):
-                mbarrier.arrive(x_empty.index((number + i) % cut.NS), count=1)
+            if cut.EACH:
+                phases = phases ^ used_of(tile[2], cut.P)
+            else:
+                for i in gl.static_range(B):
+                    mbarrier.arrive(x_empty.index((number + i) % cut.NS), count=1)
             number += B
             if B == W:
                 mbarrier.arrive(plane_empty.index(stage), count=1)
@@ -213,9 +277,11 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
             else:
                 mbarrier.arrive(plane_empty.index(stage), count=1, pred=w == W - 1)
                 turn += (w == W - 1).to(gl.int32)
+        row_block = item % blocks * cut.NC + own
         for j in gl.static_range(cut.P):
-            if (levels >> 4 * j) & 15 > 0:
-                store(accs[j], 1.0 / power, factor, order, bias, out, block * cut.NC + own, expert, entry + (2 + 3 * j), cut)
+            if (tile[2] >> 4 * j) & 15 > 0:
+                store(accs[j], 1.0 / tile[1], factor, order, bias, out, row_block, expert, entry + (2 + 3 * j), cut)
+        entry, expert, tile = next_entry, next_expert, next_tile
 
 
 @gluon.jit(do_not_specialize=["rows", "still"])

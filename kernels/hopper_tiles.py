@@ -36,6 +36,11 @@ class _Sizes:
         return gl.constexpr(len(self.WIDTHS.value))
 
     @property
+    def EACH(self):
+        """Whether a slice has its rows by itself, of one stretch."""
+        return gl.constexpr(self.B.value == self.W.value == self.NS.value)
+
+    @property
     def KINDS(self):
         """Every width once, the largest first."""
         return gl.constexpr(kinds_of(self.WIDTHS.value))
@@ -101,6 +106,24 @@ def slices_of(entry, rows, P: gl.constexpr):
         most = gl.maximum(most, level)
         present = present | (1 << level)
     return starts, levels, most, present
+
+
+@gluon.jit
+def most_of(levels, P: gl.constexpr):
+    """The largest of the k of P slices."""
+    most = levels & 15
+    for j in gl.static_range(1, P):
+        most = gl.maximum(most, (levels >> 4 * j) & 15)
+    return most
+
+
+@gluon.jit
+def used_of(levels, P: gl.constexpr):
+    """A mask with bit j for each slice that has pairs."""
+    used = levels * 0
+    for j in gl.static_range(P):
+        used = used | (((levels >> 4 * j) & 15 > 0).to(gl.int32) << j)
+    return used
 
 
 @gluon.jit

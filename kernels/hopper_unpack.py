@@ -6,7 +6,7 @@ Operands have 64 rows, those of a warp group.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_unpack import OFFSET_STEPS, bits_beside, halves, tied_scale, twice
+from dpamoe.kernels.triton_unpack import OFFSET_STEPS, bits_beside, first_bits, halves, position, swap_bytes, tied_scale, twice
 
 
 @gluon.constexpr_function
@@ -34,6 +34,15 @@ def product_layout(S):
 def left_layout(S):
     """The left operand of a product with S columns."""
     return gl.DotOperandLayout(0, product_layout(S), 2)
+
+
+@gluon.jit
+def first_plane(words, scale):
+    """As `add_plane`, to nothing."""
+    swapped, new = swap_bytes(words, True), ()
+    for s in gl.static_range(16):
+        new = new + (first_bits(words if position(s) == s else swapped, position(s), scale),)
+    return new
 
 
 @gluon.jit

@@ -55,6 +55,17 @@ def add_bits(acc, words, place: tl.constexpr, x, ASM: tl.constexpr):
     return acc
 
 
+@triton.constexpr_function
+def _first_bits_asm(place):
+    return f"{{ .reg .b32 t; and.b32 t, $1, {1 << place | 1 << (place + 16)}; mul.rn.f16x2 $0, t, $2; }}"
+
+
+@triton.jit
+def first_bits(words, place: tl.constexpr, x):
+    """As `add_bits`, to nothing."""
+    return tl.inline_asm_elementwise(_first_bits_asm(place), "=r,r,r", [words, x], tl.int32, True, 1)
+
+
 @triton.jit
 def add_pairs(x, y, ASM: tl.constexpr):
     """Sum of fp16 pairs."""

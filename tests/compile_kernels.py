@@ -5,7 +5,7 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads stand before it first waits
-for copies; "hopper": also the most shared memory that its cut was chosen for.
+for copies; "hopper": also the most shared memory that its cut was chosen for, and `faults_of` its code.
 """
 
 import json
@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import triton
+from compiled_code import faults_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -55,10 +56,10 @@ UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": 
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
 
 
-def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples=MULTIPLES_OF_16, counted=(), **options):
-    """Shared memory and stack of one kernel, bytes, its 1-bit products, and how often instructions occur that begin so.
+def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples=MULTIPLES_OF_16, counted=None, **options):
+    """Shared memory and stack of one kernel, bytes, and its 1-bit products.
 
-    multiples: numbers that are some of 16.
+    multiples: numbers that are some of 16. counted: beginnings of instructions; how often they occur, and faults of the code.
     """
     types, signature, values, hints = TYPES | (types or {}), {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
@@ -80,7 +81,10 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\b[BI]MMA\b", listing))}
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
-    return facts | {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
+    if counted is not None:
+        facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
+        facts["faults"] = faults_of(made.asm["ttgir"], listing)
+    return facts
 
 
 def decode(card, sources=("given", "rank", "threshold"), sums=("down", "down few")):
@@ -138,7 +142,7 @@ def around(card):
         "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "TOGETHER": 0},
         "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "TOGETHER": 8},
         "one k": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 3, "TOGETHER": 1},
-        "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 32, 16, 16), "TOGETHER": 8},
+        "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 16, 16, 16, 16), "TOGETHER": 8},
     }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
@@ -395,7 +399,7 @@ SETS = {
 PARTS = SETS | {
     "some decode": partial(decode, sources=("rank",), sums=("down few",)),
     "some hopper": partial(some_hopper, cases=((128, False), (32, False))),
-    "one k hopper": partial(some_hopper, cases=((128, True),)),
+    "one k hopper": partial(some_hopper, cases=((128, True), (256, True))),
     "few bits": partial(bits, batches=(1,)),
 }
 

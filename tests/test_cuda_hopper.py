@@ -1,5 +1,7 @@
 """The Hopper prefill kernel on such a card, at every group size, scale mode, cut and kind of input (run with -m gpu)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -91,6 +93,26 @@ def test_groups_scale_modes_and_cuts(kind, pairs, one_k):
     found = found.view(expected.shape)
     assert error(found, expected) < FACTOR * error(multiply(x, ids, chunks, decoded(weight, torch.bfloat16), None), expected)
     assert (found[(ids == EXPERTS) | (chunks == 0)] == 0).all()
+
+
+@pytest.mark.parametrize("pairs, one_k", [(32, False), (64, False), (128, False), (32, True), (128, True), (256, True)])
+def test_a_program_whose_first_tile_is_not_that_of_most_planes(monkeypatch, pairs, one_k):
+    """All tiles in one program, of as many pairs per expert as the cut is for; of all k, fewest the largest, or of one each."""
+    weight, (x, ids, _, chunks) = random_weight(200, 768, 128), routing(2 * pairs, 768)
+    several = torch.tensor([k for k in range(8, 0, -1) for _ in range(9 - k)], dtype=torch.int32, device="cuda")
+    for expert in range(EXPERTS):
+        held = ids == expert
+        chunks[held] = expert + 1 if one_k else several[torch.arange(int(held.sum()), device="cuda") % len(several)]
+    cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
+    by = hopper_experts.sort_pairs(ids, chunks, cut, one_k, weight, weight)
+    most = by.tiles[: int(by.tiles[0, 1]), 4::3].amax(1)
+    assert most[0] < most.max()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    found = torch.zeros(ids.numel(), 200, dtype=x.dtype, device="cuda")
+    hopper_experts.product(x, by, True, weight, None, "", ACTIVE, found)
+    expected = multiply(x, ids, chunks, decoded(weight), None)
+    rounded = multiply(x, ids, chunks, decoded(weight, torch.bfloat16), None)
+    assert error(found.view(expected.shape), expected) < FACTOR * error(rounded, expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 30, 80, 150, 300, 700])

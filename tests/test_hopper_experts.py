@@ -32,7 +32,7 @@ def test_cuts_have_room(random_encoded, pairs, one_k, kind):
     assert cut.groups * computing + bringing <= 512  # of 64 Ki registers, for 128 lanes in a group
     assert computing % 8 == bringing % 8 == 0  # else the card does not take the number
     words = he.words_at_once(weight)
-    unpacked = 32 * (words if cut.whole and words < 4 else 1)
+    unpacked = 32 * he.blocks_at_once(cut, words)
     assert sum(cut.widths) // 2 + unpacked <= computing - 32  # fp32 sums; the rest is for everything else
     planes = cut.groups * 2 * 64 * PLANES * 16 * words
     rows = cut.kept * sum(cut.widths) * 256

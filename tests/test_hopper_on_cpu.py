@@ -86,6 +86,9 @@ CASES = {
     "a wrong guess, turns": (128, 256, Cut((8,) * 3, 2, 2, turns=True), True, MIXED),
     "several widths": (128, 256, Cut((16, 8, 8), 2, 2), False, MIXED),
     "several widths, all at once": (64, 256, Cut((32, 16, 16, 8), 2, 4, whole=True), False, MIXED),
+    "rows of each slice": (64, 512, Cut((16, 8, 8), 2, 2, whole=True), False, MIXED),
+    "rows of each slice, one k": (128, 512, Cut((8, 8), 2, 2, whole=True), True, MIXED),
+    "rows of each slice, one word": (32, 256, Cut((16, 8), 2, 1, whole=True), False, MIXED),
     "one word": (32, 256, Cut((16, 8), 2, 3, whole=True), False, MIXED),
 }  # fmt: skip
 LARGER = {
@@ -95,7 +98,9 @@ LARGER = {
     "a wrong guess": (128, 512, Cut((32, 32), 3, 4, whole=True), True, ALL),
     "turns of four words": (256, 1024, Cut((8,) * 4, 2, 2, turns=True), True, ALL),
     "four words": (256, 1024, Cut((16, 8, 8), 2, 2), False, ALL),
-    "six slices": (64, 768, Cut((64, 32, 32, 32, 16, 16), 3, 2), False, ALL),
+    "seven slices": (64, 768, Cut((64, 32, 32, 16, 16, 16, 16), 2, 2, whole=True), False, ALL),
+    "rows of four slices": (128, 512, Cut((32, 16, 16, 8), 3, 2, whole=True), False, ALL),
+    "rows of slices of one k": (128, 768, Cut((64,) * 3, 2, 2, whole=True), True, ALL),
     "many tiles": (128, 512, Cut((8, 8), 2, 3, whole=True), False, ALL),
 }
 
@@ -167,17 +172,22 @@ def test_nothing_to_read(hopper_on_cpu):
     assert not hopper_on_cpu.prefill_matmul(x, ids, chunks + 2, weight, None).any()
 
 
-def small(he, seed, **changed):
+TURNS = Cut((8, 8), 2, 2, turns=True), True
+SLICES = Cut((16, 8), 2, 1, whole=True), False  # each has its rows by itself
+
+
+def small(he, seed, cut=TURNS, **changed):
     """A product of a few tiles in an order of its own, after functions of the kernel were changed."""
     names = he.hopper_prefill_kernel.names
     names.update(changed)
     he.hopper_prefill_kernel.random.seed(seed)
     torch.manual_seed(0)
     weight, (x, ids, chunks) = few_bits(128, 32, 1), routed([1], 128)
-    return multiplied(he, x, ids, chunks, weight, Cut((8, 8), 2, 2, turns=True), True)
+    return multiplied(he, x, ids, chunks, weight, *cut)
 
 
-def test_no_order_of_groups_and_copies_matters(hopper_on_cpu, monkeypatch):
+@pytest.mark.parametrize("cut", [TURNS, SLICES], ids=["turns", "slices"])
+def test_no_order_of_groups_and_copies_matters(hopper_on_cpu, cut, monkeypatch):
     orders, found, pause = [], [], Groups.pause
 
     def noted(groups, ready=None):
@@ -187,7 +197,7 @@ def test_no_order_of_groups_and_copies_matters(hopper_on_cpu, monkeypatch):
     monkeypatch.setattr(Groups, "pause", noted)
     for seed in (1, 1, 2):
         orders.append([])
-        found.append(small(hopper_on_cpu, seed).nan_to_num())
+        found.append(small(hopper_on_cpu, seed, cut).nan_to_num())
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -209,16 +219,22 @@ def without_waits(names, count):
 
 ARRIVED, STUCK, MORE = "of what had not arrived", "wait for what never happens", "more arrive at a barrier"
 READ, COPIED, OUTSIDE = "where others may read", "where another may be under way", "behind a tensor"
-# functions that take the place of others, by the names of those, and what may be said of it first
+# a cut, functions that take the place of others, by the names of those, and what may be said of it first
 FAULTS = {
-    "rows are not waited for": (lambda names: {"_arrive": nothing}, (ARRIVED, COPIED, MORE)),
-    "planes are not waited for": (lambda names: without_waits(names, 129), (ARRIVED, COPIED)),
-    "room is not waited for": (lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
-    "products are not waited for": (lambda names: {"_finished": lambda accs, P: accs}, ("'Pending' object has no",)),
-    "no turn is given": (lambda names: {"_give_turn": nothing}, (STUCK,)),
-    "no bytes are announced": (lambda names: {"_expect": nothing}, (STUCK,)),
+    "rows are not waited for": (TURNS, lambda names: {"_arrive": nothing}, (ARRIVED, COPIED, MORE)),
+    "planes are not waited for": (TURNS, lambda names: without_waits(names, 129), (ARRIVED, COPIED)),
+    "room is not waited for": (TURNS, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
+    "products are not waited for": (TURNS, lambda names: {"_finished": lambda accs, P: accs}, ("'Pending' object has no",)),
+    "no turn is given": (TURNS, lambda names: {"_give_turn": nothing}, (STUCK,)),
+    "no bytes are announced": (TURNS, lambda names: {"_expect": nothing}, (STUCK,)),
     "rows behind the last": (
-        lambda names: {"line_of": lambda block, *given: block * 64 + names["gl"].arange(0, 64)}, (OUTSIDE,),
+        TURNS, lambda names: {"line_of": lambda block, *given: block * 64 + names["gl"].arange(0, 64)}, (OUTSIDE,),
+    ),
+    "rows of a slice are not waited for": (SLICES, lambda names: without_waits(names, 1), (ARRIVED, COPIED, MORE)),
+    "planes are not waited for by slices": (SLICES, lambda names: without_waits(names, 128), (ARRIVED, COPIED)),
+    "room of a slice is not waited for": (SLICES, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
+    "phases of slices stay": (
+        SLICES, lambda names: {"used_of": lambda levels, P: levels * 0}, (ARRIVED, READ, COPIED, STUCK, MORE),
     ),
 }  # fmt: skip
 
@@ -226,9 +242,9 @@ FAULTS = {
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(hopper_on_cpu, fault, seed):
-    change, said = FAULTS[fault]
+    cut, change, said = FAULTS[fault]
     with pytest.raises(InterpreterError, match="|".join(said)):
-        small(hopper_on_cpu, seed, **change(hopper_on_cpu.hopper_prefill_kernel.names))
+        small(hopper_on_cpu, seed, cut, **change(hopper_on_cpu.hopper_prefill_kernel.names))
 
 
 def test_a_group_that_fails_ends_the_others():

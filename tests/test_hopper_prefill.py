@@ -29,13 +29,17 @@ def compiled(part):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("pairs, one_k", [(128, False), (32, False), pytest.param(128, True, marks=pytest.mark.slow)])
+ONE_K = [pytest.param(pairs, True, marks=pytest.mark.slow) for pairs in (128, 256)]
+
+
+@pytest.mark.parametrize("pairs, one_k", [(128, False), (32, False), *ONE_K])
 def test_products_and_copies(pairs, one_k):
     facts = compiled("one k hopper" if one_k else "some hopper")[f"{pairs}, one k {one_k}"]
     groups, slices = facts["cut"]["groups"], len(facts["cut"]["widths"])
-    assert facts["cut"]["whole"] == (pairs == 32)
-    blocks = WORDS if facts["cut"]["whole"] else 1  # of a stretch, unpacked at once
-    products = 8 * blocks * (2 if one_k else 1) + 1  # 16 inputs each, alike for tiles that are full or not; and the offsets
+    whole = pairs < 256
+    assert facts["cut"]["whole"] == whole and not facts["faults"]
+    blocks = WORDS if whole else 1  # of a stretch, unpacked at once
+    products = 8 * blocks * (1 if whole else 2) + 1  # 16 inputs each, alike for tiles that are full or not; and the offsets
     assert facts["HGMMA"] == groups * slices * products
     assert facts["UTMALDG"] == slices * (WORDS + 1)  # blocks of a stretch, and sums over it
     assert facts["LDGSTS"] == groups * (2 * PLANES + 1)  # planes, scales and offsets, each in one copy of every lane

@@ -39,6 +39,7 @@ def test_kernels_fit_every_card(card):
     for name, facts in found.items():
         allowed = SPILLS.get(name.split()[0], 0)
         assert facts["spills"] <= allowed, f"{name} on sm_{card} spills {facts['spills']} bytes"
+        assert not facts.get("faults"), f"{name}: {facts['faults']}"
         if card in SMALL_SHARED:
             assert facts["shared"] <= LIMIT, f"{name} on sm_{card} takes {facts['shared']} bytes of shared memory"
         assert facts["shared"] <= facts.get("most", facts["shared"]), f"{name}: more shared memory than its cut was chosen for"
