@@ -28,7 +28,7 @@ FORMAT, VERSION = "dpamoe-costs", 1
 # two rows of decode. At 128 experts, 8 active and even routing this is 26 tokens, 208 pairs.
 SHARED_PAIRS = 2.0
 # The same where the bit-serial kernels can be taken: at 64 tokens of that shape, where 4.1 pairs share an expert, they are
-# faster than prefill on an H200, with scales of their own (204 and 298 us at k = 4) and with tied ones (288 and 375 us).
+# faster than prefill on an H200, with scales of their own (203 and 298 us at k = 4) and with tied ones (288 and 375 us).
 SHARED_PAIRS_OF_BITS = 4.2
 BIT_CARDS = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))  # with 1-bit products in hardware; others only imitate them
 BIT_GROUP = 128

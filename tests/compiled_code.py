@@ -70,8 +70,10 @@ def _meets(code, places, product, kept, held):
 def _written(text):
     """Registers that an instruction writes."""
     name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
-    first = re.match(r"\s*R(\d+)\b", operands)
+    first = re.match(r"\s*(?:U?P(?:\d+|T),\s*)*R(\d+)\b", operands)  # behind the predicates that it writes
     if NO_RESULT.match(name) or not first:
         return set()
-    size = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1
+    matrices = re.match(r"LDSM\..*\.M88\.(\d)", name)
+    wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name or name.startswith("CS2R") else 1
+    size = int(matrices[1]) if matrices else wide
     return set(range(int(first[1]), int(first[1]) + size))

@@ -30,7 +30,8 @@ def test_operands_stay_until_their_product_is_waited_for():
     assert overwritten(listing(begin, use, "EXIT")) == [begin]
     assert overwritten(listing(begin, OTHER, wait, write, "EXIT")) == []  # one more may be under way, not this one
     assert overwritten(listing(begin, wait, write, "EXIT")) == [begin]
-    assert overwritten(listing(begin, "LDS.128 R72, [R2]", "EXIT")) == [begin]
+    for other in ("LDS.128 R72, [R2]", "LOP3.LUT P0, R73, R3, 0x1, RZ, 0xc0, !PT", "LDSM.16.M88.4 R70, [R2]"):
+        assert overwritten(listing(begin, other, "EXIT")) == [begin]
     assert overwritten(listing(begin, "LDS.64 R70, [R2]", "STS [R72], R2", "EXIT")) == []
 
 
