@@ -187,10 +187,15 @@ def sort_into(
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + 2 * experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
-        **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None, num_warps=8,
-        **early(device),
+        **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None,
+        **sort_options(cut["WIDTHS"]), **early(device),
     )  # fmt: skip
     return order, levels, peaks
+
+
+def sort_options(widths: tuple[int, ...]) -> dict[str, int]:
+    """Launch options of `sort_kernel`; left alone, ptxas spills for tiles of other cards than Hopper (those without widths)."""
+    return {"num_warps": 8} | ({} if widths or torch.version.hip else {"maxnreg": 96})
 
 
 def scan_cut(blocks: int, keys: int) -> dict[str, int]:

@@ -148,8 +148,11 @@ def around(card):
         "count": compile_for(card, triton_sort.count_kernel, keys),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
         **{
-            name: compile_for(card, triton_sort.sort_kernel, keys | scales | cut | early, num_warps=8)
+            name: compile_for(
+                card, triton_sort.sort_kernel, keys | scales | cut | early, **triton_experts.sort_options(cut["WIDTHS"])
+            )
             for name, cut in tiles.items()
+            if card == 90 or not cut["WIDTHS"]  # slices are Hopper's
         },
         "prepare": compile_for(
             card, triton_sort.prepare_kernel,
