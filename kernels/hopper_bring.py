@@ -1,8 +1,8 @@
 """The warp group of the Hopper kernel, in Gluon, that brings planes, scales, offsets and rows into shared memory.
 
 Planes and scales come by the copies of Ampere, the addresses of which are a lane's own, rows by those of Hopper. Two stretches
-are kept of the former and NS blocks of 128 inputs of the latter, or, where those are one stretch (EACH), that of every slice by
-itself; both sides wait for each other at barriers in memory.
+are kept of the former and NS blocks of 128 inputs of the latter, or, where those are one stretch and k differs (EACH), that of
+every slice by itself; both sides wait for each other at barriers in memory.
 """
 
 from triton.experimental import gluon
@@ -14,6 +14,7 @@ from dpamoe.kernels.hopper_tiles import kind_of, number_of, part_of, slices_of, 
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.8 and later, else that in 3.6
 # names of Triton 3.8 and later, else those of 3.6
 load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -40,22 +41,26 @@ def kept(scales, offset, cut: gl.constexpr):
         offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
     for i in gl.static_range(len(cut.KINDS)):
         x = x + (_rows(cut.NS * number_of(cut, i), cut.KINDS[i], 128),)
-        sums = sums + (_rows((1 if cut.EACH else 2) * number_of(cut, i), cut.KINDS[i], 16),)
+        sums = sums + (_rows((1 if cut.EACH else cut.NS) * number_of(cut, i), cut.KINDS[i], 16),)
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS
     x_full = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [cut.NC, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(cut.NC):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(plane_full.index(i), count=128 if cut.EACH else 129)  # lanes that copy, and the announcement of the sums
+        mbarrier.init(plane_full.index(i), count=128)  # lanes that copy
         mbarrier.init(plane_empty.index(i), count=cut.NC)
     for i in gl.static_range(WAITED):
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=cut.NC)
-    return (planes, own_scales, offsets), x, sums, plane_full, plane_empty, x_full, x_empty, turns
+    return (planes, own_scales, offsets), x, sums, plane_full, plane_empty, x_full, x_empty
+
+
+@gluon.jit
+def wait_for_rows(x_full, number, cut: gl.constexpr):
+    """Wait for B blocks of the rows of all slices."""
+    for i in gl.static_range(cut.B):
+        mbarrier.wait(x_full.index((number + i) % cut.NS), (number + i) // cut.NS % 2)
 
 
 @gluon.jit
@@ -95,20 +100,19 @@ def _bring_planes(sources, places, rings, stage, first_word, first_scale, most, 
 
 
 @gluon.jit
-def _bring_rows(x, sums, starts, count, first, number, stage, memory, cut: gl.constexpr):
-    """Ask for a stretch of the rows of every slice, block `first` on, and their sums over it."""
-    _, x_ring, sum_ring, plane_full, _, x_full, x_empty, _ = memory
-    _expect(plane_full.index(stage), count, 32, cut)
-    for j in gl.static_range(cut.P):
-        at = [starts[j], cut.IN + first // cut.W * 16]
-        load_tile(sums[kind_of(cut, j)], at, plane_full.index(stage), part_of(sum_ring, stage, j, cut), pred=j < count)
+def _bring_rows(x, sums, starts, count, first, number, memory, cut: gl.constexpr):
+    """Ask for a stretch of the rows of every slice, block `first` on, and with the last block their sums over it."""
+    _, x_ring, sum_ring, _, _, x_full, x_empty = memory
     for w in gl.static_range(cut.W):
         place = number % cut.NS
         mbarrier.wait(x_empty.index(place), number // cut.NS % 2 ^ 1)
-        _expect(x_full.index(place), count, 256, cut)
+        _expect(x_full.index(place), count, 256 + (32 if w == cut.W - 1 else 0), cut)
         for j in gl.static_range(cut.P):
             at = [starts[j], (first + w) * 128]
             load_tile(x[kind_of(cut, j)], at, x_full.index(place), part_of(x_ring, place, j, cut), pred=j < count)
+            if w == cut.W - 1:
+                at = [starts[j], cut.IN + first // cut.W * 16]
+                load_tile(sums[kind_of(cut, j)], at, x_full.index(place), part_of(sum_ring, place, j, cut), pred=j < count)
         number += 1
     return number
 
@@ -116,7 +120,7 @@ def _bring_rows(x, sums, starts, count, first, number, stage, memory, cut: gl.co
 @gluon.jit
 def _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut: gl.constexpr):
     """Ask for a stretch of the rows of every slice and their sums over it, in the order in which they are multiplied."""
-    _, x_ring, sum_ring, _, _, x_full, x_empty, _ = memory
+    _, x_ring, sum_ring, _, _, x_full, x_empty = memory
     for c in range(most):
         for j in gl.static_range(cut.P):
             if (levels >> 4 * j) & 15 == c + 1:
@@ -133,7 +137,7 @@ def _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut: gl.
 def bring(given, cut: gl.constexpr):
     """All that the tiles of a program need, in turn."""
     x, sums, tiles, rows, sources, memory = given
-    rings, _, _, plane_full, plane_empty, _, _, _ = memory
+    rings, _, _, plane_full, plane_empty, _, _ = memory
     IN: gl.constexpr = cut.IN
     W: gl.constexpr = cut.W
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
@@ -165,5 +169,5 @@ def bring(given, cut: gl.constexpr):
                 _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut)
                 phases = phases ^ ((1 << count) - 1)
             else:
-                number = _bring_rows(x, sums, starts, count, first, number, stage, memory, cut)
+                number = _bring_rows(x, sums, starts, count, first, number, memory, cut)
             turn += 1

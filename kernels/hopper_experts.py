@@ -27,16 +27,14 @@ PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, sin
 class Cut:
     """How the kernel is cut: most pairs of one k in each slice of a tile, the widest first; warp groups that compute it.
 
-    kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two; if just as many are
-    kept, each slice has its rows by itself, and is free for the next ones as soon as it is multiplied. turns: groups multiply
-    one after the other.
+    kept: blocks of x in shared memory. whole: all blocks of a stretch are unpacked at once, up to two; where there may be
+    several k, and just as many are kept, each slice has its rows by itself, free for the next ones as soon as it is multiplied.
     """
 
     widths: tuple[int, ...]
     groups: int
-    kept: int
+    kept: int  # at least as many as are unpacked at once
     whole: bool = False
-    turns: bool = False
 
     @property
     def kinds(self) -> tuple[int, int, int]:
@@ -65,11 +63,13 @@ CUTS = (
 CUTS_OF_ONE_K = (
     (12, Cut((16,), 4, 4, whole=True)),
     (12, Cut((16,), 2, 4)),
+    (36, Cut((32, 16), 3, 4, whole=True)),
     (48, Cut((32,) * 2, 3, 4, whole=True)),
-    (192, Cut((64,) * 3, 2, 2, whole=True)),
-    (1 << 62, Cut((64,) * 4, 2, 2, turns=True)),
-    (1 << 62, Cut((64,) * 3, 2, 2, turns=True)),
-    (1 << 62, Cut((64,) * 2, 2, 2, turns=True)),
+    (80, Cut((64, 32), 2, 4, whole=True)),
+    (144, Cut((64, 64, 32), 2, 2)),
+    (1 << 62, Cut((64,) * 4, 2, 2)),
+    (1 << 62, Cut((64,) * 3, 2, 2)),
+    (1 << 62, Cut((64,) * 2, 2, 2)),
 )
 
 
@@ -97,14 +97,13 @@ def blocks_at_once(cut: Cut, words: int) -> int:
 
 def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
     """Bytes of shared memory that no product of these weights exceeds."""
-    row, sums = 0, 1  # of a stretch: its planes, scales and offsets; stretches of sums
+    row = 0  # of a stretch: its planes, scales and offsets
     for weight in weights:
         words, planes = words_at_once(weight), len(weight.planes)
         groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
-        sums = max(sums, 1 if blocks_at_once(cut, words) == words == cut.kept else 2)
-    rows = sum(cut.widths) * (cut.kept * 2 * BLOCK + sums * 32)  # of x, and their sums
+    rows = sum(cut.widths) * cut.kept * (2 * BLOCK + 32)  # of x, and their sums
     return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
@@ -118,7 +117,7 @@ def constants_of(cut: Cut, one_k: bool, words: int) -> dict:
     """What the kernel is compiled for, as it names it."""
     return {
         "WIDTHS": cut.widths, "W": words, "B": blocks_at_once(cut, words), "NC": cut.groups, "NS": cut.kept,
-        "ONE": one_k, "TURNS": cut.turns, "REGS": cut.registers[0], "BRING": cut.registers[1],
+        "ONE": one_k, "REGS": cut.registers[0], "BRING": cut.registers[1],
     }  # fmt: skip
 
 
@@ -143,9 +142,7 @@ def sort_pairs(ids: Tensor, chunks: Tensor, cut: Cut, one_k: bool, up: EncodedWe
     # beside the full ones of an expert: one for each of 8 slices that are not full, and one that lacks some
     most = min(pairs, 9 * experts + pairs // sum(cut.widths))
     tiles = torch.empty(most, 2 + 3 * len(cut.widths), dtype=torch.int32, device=ids.device)
-    order, places, peaks = triton_experts.sort_into(
-        tiles, ids, chunks, up, down, BN=0, MIXED=0, WIDTHS=cut.widths, TOGETHER=1 if one_k else 8
-    )
+    order, places, peaks = triton_experts.sort_into(tiles, ids, chunks, up, down, BN=0, MIXED=0, WIDTHS=cut.widths, ONE=one_k)
     return Sorted(order, places, tiles, peaks, cut, one_k)
 
 

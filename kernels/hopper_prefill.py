@@ -11,81 +11,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from dpamoe.kernels.hopper_bring import bring, kept, mbarrier
-from dpamoe.kernels.hopper_tiles import most_of, part_of, sizes_of, slices_of, store, used_of, width_of
+from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
+from dpamoe.kernels.hopper_one_k import compute_one_k
+from dpamoe.kernels.hopper_tiles import most_of, part_of, sizes_of, store, tile_of, used_of, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
-    first_plane,
     fragment,
     left_layout,
     offset_of,
     product_layout,
     read_plane,
+    scale_of,
     word_layout,
 )
-from dpamoe.kernels.triton_unpack import add_plane, tied_scale, twice
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.8 and later, else that in 3.6
+from dpamoe.kernels.triton_unpack import add_plane, twice
 
 
 @gluon.jit
-def _multiply(accs, operand, x, place, levels, level, cut: gl.constexpr):
-    """Add operand [64, K] times K inputs, at a place of x in shared memory, to the slices of this level."""
-    new = ()
-    for j in gl.static_range(cut.P):
-        acc = accs[j]
-        if (levels >> 4 * j) & 15 == level:
-            acc = hopper.warpgroup_mma(operand, part_of(x, place, j, cut).permute((1, 0)), acc)
-        new = new + (acc,)
-    return new
-
-
-@gluon.jit
-def _begin(accs, operand, x, place, cut: gl.constexpr):
-    """As `_multiply`, to every slice; nothing is waited for."""
-    new = ()
-    for j in gl.static_range(cut.P):
-        right = part_of(x, place, j, cut).permute((1, 0))
-        new = new + (hopper.warpgroup_mma(operand, right, accs[j], is_async=True),)
-    return new
-
-
-@gluon.jit
-def _finished(accs, P: gl.constexpr):
-    """Wait for what was begun."""
-    if P == 1:
-        new = (hopper.warpgroup_mma_wait(0, deps=[accs[0]]),)
-    elif P == 2:
-        a, b = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
-        new = (a, b)
-    elif P == 3:
-        a, b, c = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2]])
-        new = (a, b, c)
-    else:
-        a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
-        new = (a, b, c, d)
-    return new
-
-
-@gluon.jit
-def _arrive(x_full, number, B: gl.constexpr, NS: gl.constexpr):
-    """Wait for B blocks of x."""
-    for i in gl.static_range(B):
-        mbarrier.wait(x_full.index((number + i) % NS), (number + i) // NS % 2)
-
-
-@gluon.jit
-def _multiply_slice(acc, parts, base, memory, stage, number, last, phases, j: gl.constexpr, cut: gl.constexpr):
+def _multiply_slice(acc, parts, base, memory, number, last, phases, j: gl.constexpr, cut: gl.constexpr):
     """Multiply slice j by B blocks, and with the last of a stretch by its offsets."""
-    _, x, sums, _, _, x_full, x_empty, _ = memory
+    _, x, sums, _, _, x_full, x_empty = memory
     left: gl.constexpr = left_layout(width_of(cut, j))
     if cut.EACH:
         mbarrier.wait(x_full.index(j), (phases >> j) % 2)
     for i in gl.static_range(cut.B):
         right = part_of(x, (number + i) % cut.NS, j, cut).permute((1, 0))
         acc = hopper.warpgroup_mma(fragment(parts[i], left), right, acc, is_async=cut.B == cut.W)
-    place = number % cut.NS if cut.EACH else stage  # the former is 0, whichever block it is
+    place = 0 if cut.EACH else (number + (cut.B - 1)) % cut.NS  # they come with the last block of a stretch
     right = part_of(sums, place, j, cut).permute((1, 0))
     if cut.B == cut.W:
         acc = hopper.warpgroup_mma(bases(base, left), right, acc, is_async=True)
@@ -99,51 +52,15 @@ def _multiply_slice(acc, parts, base, memory, stage, number, last, phases, j: gl
 
 
 @gluon.jit
-def _multiply_level(accs, parts, base, memory, stage, number, levels, level, last, phases, cut: gl.constexpr):
+def _multiply_level(accs, parts, base, memory, number, levels, level, last, phases, cut: gl.constexpr):
     """Multiply the slices of a level, one after the other."""
     new = ()
     for j in gl.static_range(cut.P):
         acc = accs[j]
         if (levels >> 4 * j) & 15 == level:
-            acc = _multiply_slice(acc, parts, base, memory, stage, number, last, phases, j, cut)
+            acc = _multiply_slice(acc, parts, base, memory, number, last, phases, j, cut)
         new = new + (acc,)
     return new
-
-
-@gluon.jit
-def _give_turn(turns, own: gl.constexpr, cut: gl.constexpr):
-    if cut.TURNS:
-        barrier()
-        mbarrier.arrive(turns.index((own + 1) % cut.NC), count=1)
-
-
-@gluon.jit
-def _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own: gl.constexpr, cut: gl.constexpr):
-    """As `_multiply_level`, where all slices have one k: those of a full tile are not waited for one by one."""
-    _, x, sums, _, _, x_full, _, turns = memory
-    left: gl.constexpr = left_layout(width_of(cut, 0))
-    _arrive(x_full, number, cut.B, cut.NS)
-    base = bases(base, left)
-    if cut.TURNS:
-        mbarrier.wait(turns.index(own), (number // cut.B + (1 if own == 0 else 0)) % 2)
-    if cut.P == 1 or (levels >> 4 * (cut.P - 1)) & 15 > 0:
-        for i in gl.static_range(cut.B):
-            accs = _begin(accs, fragment(parts[i], left), x, (number + i) % cut.NS, cut)
-        if cut.B == cut.W:
-            accs = _begin(accs, base, sums, stage, cut)
-        _give_turn(turns, own, cut)
-        accs = _finished(accs, cut.P)
-    else:
-        for i in gl.static_range(cut.B):
-            accs = _multiply(accs, fragment(parts[i], left), x, (number + i) % cut.NS, levels, most, cut)
-        if cut.B == cut.W:
-            accs = _multiply(accs, base, sums, stage, levels, most, cut)
-        _give_turn(turns, own, cut)
-    if cut.B != cut.W:  # noqa: SIM102  one is known to the compiler, the other is not
-        if w == cut.W - 1:
-            accs = _begin(accs, base, sums, stage, cut)
-            accs = _finished(accs, cut.P)
-    return accs
 
 
 @gluon.jit
@@ -162,7 +79,7 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: g
     share = power * 2.0**14
     for c in range(most_of(levels, cut.P)):
         later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
-        scale, share = _scale_of(raw, unit, share, TIED)
+        scale, share = scale_of(raw, unit, share, TIED)
         total += scale
         pairs, new = twice(scale, True), ()
         for i in gl.static_range(B):
@@ -171,99 +88,35 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: g
         if (present >> (c + 1)) % 2 == 1:
             if not cut.EACH:  # noqa: SIM102  one is known to the compiler, the other is not
                 if present & ((2 << c) - 2) == 0:  # the first of the block
-                    _arrive(memory[5], number, cut.B, cut.NS)
+                    wait_for_rows(memory[5], number, cut)
             base = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED) - total * 2.0**-10
             last = B == W or w == W - 1
-            accs = _multiply_level(accs, parts, base, memory, stage, number, levels, c + 1, last, phases, cut)
+            accs = _multiply_level(accs, parts, base, memory, number, levels, c + 1, last, phases, cut)
         words, raw = chosen(later, w, B, W), raw_later
         number += still  # else the compiler works out where x is for every level before the first, and runs out of registers
     return accs
 
 
 @gluon.jit
-def _scale_of(raw, unit, share, TIED: gl.constexpr):
-    """2^14 times the scale of a plane, from what is stored, and the share that is left for the planes after it."""
-    if TIED:
-        share = share * 0.5
-        scale = tied_scale(raw, unit) * share
-    else:
-        scale = raw.to(gl.float32) * share
-    return scale, share
-
-
-@gluon.jit
-def _multiply_one_k(accs, memory, tile, stage, w, number, phases, own: gl.constexpr, cut: gl.constexpr):
-    """Unpack B blocks of the weight, of a stretch from w on, to the k that all slices have, and multiply."""
-    unit, power, levels, _ = tile
-    most = levels & 15
-    planes, scales, offsets = memory[0]
-    B: gl.constexpr = cut.B
-    W: gl.constexpr = cut.W
-    C: gl.constexpr = cut.C
-    TIED: gl.constexpr = cut.TIED
-    words, raw = read_plane(planes[own], scales[own], stage, 0, W, C, TIED)
-    offset = offset_of(offsets[own], stage, raw, unit, power * 16.0, TIED)
-    later, raw_later = read_plane(planes[own], scales[own], stage, min(1, C - 1), W, C, TIED)
-    words = chosen(words, w, B, W)
-    total, share = _scale_of(raw, unit, power * 2.0**14, TIED)
-    pairs, parts = twice(total, True), ()
-    for i in gl.static_range(B):
-        parts = parts + (first_plane(words[i], pairs),)
-    for c in range(1, most):
-        words, raw = chosen(later, w, B, W), raw_later
-        later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
-        scale, share = _scale_of(raw, unit, share, TIED)
-        total += scale
-        pairs, new = twice(scale, True), ()
-        for i in gl.static_range(B):
-            new = new + (add_plane(parts[i], words[i], pairs, True),)
-        parts = new
-    base = offset - total * 2.0**-10
-    if cut.EACH:
-        accs = _multiply_level(accs, parts, base, memory, stage, number, levels, most, True, phases, cut)
-    else:
-        accs = _multiply_all(accs, parts, base, memory, stage, number, levels, most, w, own, cut)
-    return accs
-
-
-@gluon.jit
-def _tile_of(item, end, blocks: gl.constexpr, tiles, peaks, unit, cut: gl.constexpr):
-    """Where the tile of an item stands, and what it holds; beyond the end, something that can be read.
-
-    Its largest k is not among it: Triton takes what only ends a loop within a loop for the same each time.
-    """
-    entry = tiles + gl.minimum(item, gl.maximum(end - 1, 0)) // blocks * (2 + 3 * cut.P)
-    expert = gl.where(item < end, gl.load(entry), 0)
-    _, levels, _, present = slices_of(entry, 0, cut.P)
-    power, tied_unit = gl.load(peaks + expert), 0.0
-    if cut.TIED:
-        tied_unit = gl.load(unit + expert)
-    return entry, expert, (tied_unit, power, levels, present)
-
-
-@gluon.jit
-def _compute(given, own: gl.constexpr, cut: gl.constexpr):
+def _compute_mixed(given, own: gl.constexpr, cut: gl.constexpr):
     """A warp group that computes 64 rows of each tile."""
     factor, order, tiles, peaks, unit, bias, out, still, memory = given
-    _, _, _, plane_full, plane_empty, _, x_empty, _ = memory
+    _, _, _, plane_full, plane_empty, _, x_empty = memory
     B: gl.constexpr = cut.B
     W: gl.constexpr = cut.W
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
     turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
     phases = end * 0  # of the slices, one bit each
-    entry, expert, tile = _tile_of(gl.program_id(0), end, blocks, tiles, peaks, unit, cut)
+    entry, expert, tile = tile_of(gl.program_id(0), end, blocks, tiles, peaks, unit, cut)
     for item in range(gl.program_id(0), end, gl.num_programs(0)):
-        next_entry, next_expert, next_tile = _tile_of(item + gl.num_programs(0), end, blocks, tiles, peaks, unit, cut)
+        next_entry, next_expert, next_tile = tile_of(item + gl.num_programs(0), end, blocks, tiles, peaks, unit, cut)
         accs = ()
         for j in gl.static_range(cut.P):
             accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
         for b in range(0, cut.IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
-            if cut.ONE:
-                accs = _multiply_one_k(accs, memory, tile, stage, w, number, phases, own, cut)
-            else:
-                accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
+            accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
             barrier()
             if cut.EACH:
                 phases = phases ^ used_of(tile[2], cut.P)
@@ -284,13 +137,22 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
         entry, expert, tile = next_entry, next_expert, next_tile
 
 
+@gluon.jit
+def _compute(given, own: gl.constexpr, cut: gl.constexpr):
+    """A warp group that computes 64 rows of each tile."""
+    if cut.ONE:
+        compute_one_k(given, own, cut)
+    else:
+        _compute_mixed(given, own, cut)
+
+
 @gluon.jit(do_not_specialize=["rows", "still"])
 def hopper_prefill_kernel(
     x0, x1, x2, sums0, sums1, sums2, factor, order, tiles, peaks, rows, still, planes, scales, offset, unit, bias, out,
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
     WIDTHS: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
-    ONE: gl.constexpr, TURNS: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
+    ONE: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
     """Tiles of slices of up to WIDTHS pairs: out[row of the pair] = act(W_k x + bias).
 
@@ -298,7 +160,7 @@ def hopper_prefill_kernel(
     width takes, the largest first. still: 0. A lane has REGS registers in the warp groups that compute, BRING in the one that
     brings.
     """
-    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, ONE, TURNS, WIDTHS)
+    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, ONE, WIDTHS)
     memory = kept(scales, offset, cut)
     common = (factor, order, tiles, peaks, unit, bias, out, still, memory)
     needs = ((x0, x1, x2), (sums0, sums1, sums2), tiles, rows, (planes, scales, offset), memory)

@@ -28,7 +28,6 @@ class _Sizes:
     NC: int  # warp groups that compute
     NS: int  # blocks of x kept
     ONE: bool  # all slices of a tile have the same k
-    TURNS: bool  # a group multiplies once the one before has begun
     WIDTHS: tuple  # most pairs of each slice
 
     @property
@@ -37,8 +36,8 @@ class _Sizes:
 
     @property
     def EACH(self):
-        """Whether a slice has its rows by itself, of one stretch."""
-        return gl.constexpr(self.B.value == self.W.value == self.NS.value)
+        """Whether a slice has its rows by itself, of one stretch: where there may be several k."""
+        return gl.constexpr(not self.ONE.value and self.B.value == self.W.value == self.NS.value)
 
     @property
     def KINDS(self):
@@ -106,6 +105,21 @@ def slices_of(entry, rows, P: gl.constexpr):
         most = gl.maximum(most, level)
         present = present | (1 << level)
     return starts, levels, most, present
+
+
+@gluon.jit
+def tile_of(item, end, blocks: gl.constexpr, tiles, peaks, unit, cut: gl.constexpr):
+    """Where the tile of an item stands, and what it holds; beyond the end, something that can be read.
+
+    Its largest k is not among it: Triton takes what only ends a loop within a loop for the same each time.
+    """
+    entry = tiles + gl.minimum(item, gl.maximum(end - 1, 0)) // blocks * (2 + 3 * cut.P)
+    expert = gl.where(item < end, gl.load(entry), 0)
+    _, levels, _, present = slices_of(entry, 0, cut.P)
+    power, tied_unit = gl.load(peaks + expert), 0.0
+    if cut.TIED:
+        tied_unit = gl.load(unit + expert)
+    return entry, expert, (tied_unit, power, levels, present)
 
 
 @gluon.jit

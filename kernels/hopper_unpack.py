@@ -121,6 +121,17 @@ def offset_of(offsets, stage, raw, unit, power, TIED: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(raw, unit, share, TIED: gl.constexpr):
+    """2^14 times the scale of a plane, from what is stored, and the share that is left for the planes after it."""
+    if TIED:
+        share = share * 0.5
+        scale = tied_scale(raw, unit) * share
+    else:
+        scale = raw.to(gl.float32) * share
+    return scale, share
+
+
+@gluon.jit
 def line_of(block, layout: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr):
     """Row of the weight for each of 64; GATED: rows r and r + 8 are a gate row and its up row."""
     r = gl.arange(0, 64, layout)

@@ -16,7 +16,7 @@ _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
 _BLOCK = 1024  # pairs that one program hands planes to
 _PAIRS, _EXPERTS, _TILES = 32, 32, tl.constexpr(8)  # that one program compares at once, and how often it loads ahead
-_LEAST_PAIRS, _MOST_PARTS = 512, 64  # pairs that one program adds up at least; partial sums that the last one reads
+_LEAST_PAIRS, _MOST_PARTS = 256, 64  # pairs that one program adds up at least; partial sums that the last one reads
 
 
 @triton.jit
@@ -139,7 +139,10 @@ def _sum_of_parts(parts, count, experts, E_PAD: tl.constexpr, PARTS: tl.constexp
 
 @triton.jit
 def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
-    """`selected` for many rows: find the extra-th largest key bit by bit, then take what is above and the first equal ones."""
+    """`selected` for many rows: find the extra-th largest key, two bits at a time, and take what is above and the first equal.
+
+    The three numbers of keys that a pair of bits is chosen by are counted in one, 20 bits each.
+    """
     STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
     step = tl.arange(0, STEPS_PAD)[None, :]
     allowed = step < tl.where(held, limit, 0)[:, None]
@@ -147,12 +150,16 @@ def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
     upper, lower = tl.load(gain, mask=allowed, other=0.0), tl.load(gain + column, mask=allowed, other=0.0)
     keys = tl.where(allowed, key_of(finite(square)[:, None], upper, lower), FORBIDDEN)
     flat = tl.reshape(keys, [held.shape[0] * STEPS_PAD])
-    level, bit = tl.zeros_like(extra), tl.zeros_like(extra) + _TOP_BIT
-    reached = level - 1
-    while (bit > 0) & (reached != extra):
-        count = tl.sum((flat >= (level | bit)).to(tl.int32), 0)
-        enough = count >= extra
-        level, reached, bit = tl.where(enough, level | bit, level), tl.where(enough, count, reached), bit >> 1
+    count = tl.sum((flat >= _TOP_BIT).to(tl.int32), 0)
+    level, reached = tl.where(count >= extra, _TOP_BIT, 0), tl.where(count >= extra, count, -1)
+    unit = tl.zeros_like(level) + (_TOP_BIT >> 2)
+    while (unit > 0) & (reached != extra):
+        one, two, three = (flat >= level + unit), (flat >= level + 2 * unit), (flat >= level + 3 * unit)
+        counts = tl.sum(one.to(tl.int64) + (two.to(tl.int64) << 20) + (three.to(tl.int64) << 40), 0)
+        for digit in tl.static_range(3):
+            count = ((counts >> 20 * digit) & 0xFFFFF).to(tl.int32)
+            level, reached = tl.where(count >= extra, level + unit, level), tl.where(count >= extra, count, reached)
+        unit = unit >> 2
     above, equal = tl.sum((keys > level).to(tl.int32), 1), tl.sum((keys == level).to(tl.int32), 1)
     left = extra - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
     return above + tl.minimum(tl.maximum(left, 0), equal)

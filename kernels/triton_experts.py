@@ -166,7 +166,7 @@ def sort_pairs(ids: Tensor, chunks: Tensor, tile: Tile, up: EncodedWeight, down:
     """Sort the pairs for a block of two weights."""
     pairs, experts = ids.numel(), up.offset.shape[0]
     tiles = torch.empty(min(pairs, experts) + pairs // tile.mixed, 5, dtype=torch.int32, device=ids.device)
-    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, WIDTHS=(), TOGETHER=0)
+    order, levels, peaks = sort_into(tiles, ids, chunks, up, down, BN=tile.pairs, MIXED=tile.mixed, WIDTHS=(), ONE=False)
     return Sorted(order, levels, tiles, peaks, tile)
 
 
@@ -188,14 +188,15 @@ def sort_into(
     sort_kernel[(blocks + 1 + 2 * experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
         **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None,
-        **sort_options(cut["WIDTHS"]), **early(device),
+        **sort_options(keys), **early(device),
     )  # fmt: skip
     return order, levels, peaks
 
 
-def sort_options(widths: tuple[int, ...]) -> dict[str, int]:
-    """Launch options of `sort_kernel`; left alone, ptxas spills for tiles of other cards than Hopper (those without widths)."""
-    return {"num_warps": 8} | ({} if widths or torch.version.hip else {"maxnreg": 96})
+def sort_options(keys: int) -> dict[str, int]:
+    """Launch options of `sort_kernel`; left alone, ptxas spills rather than take registers that no other program wants."""
+    warps, registers = (8, 96) if keys <= 1024 else (16, 128)
+    return {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": registers})
 
 
 def scan_cut(blocks: int, keys: int) -> dict[str, int]:

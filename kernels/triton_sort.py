@@ -52,7 +52,7 @@ def scan_kernel(counts, blocks, KEYS: tl.constexpr, SOME: tl.constexpr, AT_ONCE:
 @triton.jit
 def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr):
     """A power of two under which the scales and offsets of one expert are below 1; NUMBER of them."""
-    at_once: tl.constexpr = 2048
+    at_once: tl.constexpr = 8192  # fewer would wait for memory again and again
     largest = tl.zeros((at_once,), tl.float32)
     for first in range(0, NUMBER, at_once):
         at = first + tl.arange(0, at_once)
@@ -89,16 +89,16 @@ def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
-    WIDTHS: tl.constexpr, TOGETHER: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
+    WIDTHS: tl.constexpr, ONE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
     One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
-    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_slices` or
-    `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. 2 E programs more find peaks
-    fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups of the two weights.
-    Pairs are older than the kernel before, so their order within a block does not wait for it.
+    k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_one_k`
+    (ONE), `_write_slices` or `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. 2 E
+    programs more find peaks fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups
+    of the two weights. Pairs are older than the kernel before, so their order within a block does not wait for it.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
@@ -116,7 +116,7 @@ def sort_kernel(
             tl.store(levels + place, key % LEVELS + 1, mask=held)
     elif block == blocks:
         wait_for_before(PDL)
-        _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, TOGETHER)
+        _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, ONE)
     else:
         expert = (block - blocks - 1) % E
         wait_for_before(PDL)
@@ -129,14 +129,15 @@ def sort_kernel(
 
 @triton.jit
 def _write_any(
-    tiles, own, most_tiles, KEYS: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr, WIDTHS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):  # fmt: skip
+    tiles, own, most_tiles, KEYS: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr, WIDTHS: tl.constexpr, ONE: tl.constexpr
+):
     """All tiles of the kind that is asked for, from the number of pairs with each key."""
     if len(WIDTHS) == 0:
         _write_tiles(tiles, own.reshape(KEYS // LEVELS, LEVELS), most_tiles, KEYS // LEVELS, BN, MIXED)
+    elif ONE:
+        _write_one_k(tiles, own, KEYS, WIDTHS)
     elif WIDTHS[0] == WIDTHS[len(WIDTHS) - 1]:
-        _write_slices(tiles, own.reshape(KEYS // TOGETHER, TOGETHER), KEYS, TOGETHER, len(WIDTHS), WIDTHS[0])
+        _write_slices(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, len(WIDTHS), WIDTHS[0])
     else:
         _write_widths(tiles, own.reshape(KEYS // LEVELS, LEVELS), KEYS // LEVELS, WIDTHS)
 
@@ -165,16 +166,41 @@ def _write_tiles(tiles, own, most_tiles, E_PAD: tl.constexpr, BN: tl.constexpr, 
         tl.store(tiles + rest * 5, tl.full((128,), -1, tl.int32), mask=rest < most_tiles)
 
 
-@triton.jit
-def _write_slices(tiles, own, KEYS: tl.constexpr, TOGETHER: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr):
-    """All tiles of up to SLICES slices, each up to S pairs of one expert and k.
+@triton.constexpr_function
+def _room(widths):
+    """Pairs that a tile has room for."""
+    return sum(tl.constexpr(width).value for width in widths)
 
-    own int32 [KEYS / TOGETHER, TOGETHER]: pairs by expert and k, of which those of a row may share a tile. tiles int32
-    [any, 2 + 3 SLICES]: expert, the number of tiles in the first and free in the others, and where each slice begins and ends
-    and its k, 0 for an empty one.
+
+@triton.jit
+def _write_one_k(tiles, own, KEYS: tl.constexpr, WIDTHS: tl.constexpr):
+    """All tiles of pairs of one expert and k, which fill one slice after the other; own int32 [KEYS].
+
+    tiles int32 [any, 2 + 3 slices]: expert, the number of tiles in the first and free in the others, and where each slice
+    begins and ends and its k, 0 for an empty one.
     """
-    key = tl.arange(0, KEYS // TOGETHER) * TOGETHER
-    number = tl.sum(own, 1)
+    key, ROOM = tl.arange(0, KEYS), _room(WIDTHS)
+    start = tl.cumsum(own, 0) - own
+    count = (own + ROOM - 1) // ROOM
+    tile = tl.cumsum(count, 0)
+    tl.store(tiles + 1, tl.max(tile, 0))
+    for turn in range(0, tl.max(count, 0)):
+        entry = tiles + (tile - count + turn) * (2 + 3 * len(WIDTHS))
+        live = turn < count
+        tl.store(entry, key // LEVELS, mask=live)
+        first = turn * ROOM
+        for j in tl.static_range(len(WIDTHS)):
+            last = first + WIDTHS[j]
+            tl.store(entry + 2 + 3 * j, start + tl.minimum(first, own), mask=live)
+            tl.store(entry + 3 + 3 * j, start + tl.minimum(last, own), mask=live)
+            tl.store(entry + 4 + 3 * j, tl.where(first < own, key % LEVELS + 1, 0), mask=live)
+            first = last
+
+
+@triton.jit
+def _write_slices(tiles, own, EXPERTS: tl.constexpr, SLICES: tl.constexpr, S: tl.constexpr):
+    """As `_write_one_k`, of SLICES slices of up to S pairs of one k each; own int32 [EXPERTS, 8]."""
+    expert, number = tl.arange(0, EXPERTS), tl.sum(own, 1)
     start = tl.cumsum(number, 0) - number
     each = (own + S - 1) // S
     ends = tl.cumsum(each, 1)
@@ -185,11 +211,11 @@ def _write_slices(tiles, own, KEYS: tl.constexpr, TOGETHER: tl.constexpr, SLICES
     for turn in range(0, tl.max(count, 0)):
         entry = tiles + (tile - count + turn) * (2 + 3 * SLICES)
         live = turn < count
-        tl.store(entry, key // LEVELS, mask=live)
+        tl.store(entry, expert, mask=live)
         for j in range(SLICES + 1):
             done = tl.minimum(turn * SLICES + j, slices)
             before = tl.sum(tl.minimum(own, tl.maximum(done[:, None] - (ends - each), 0) * S), 1)
-            k = key % LEVELS + tl.sum((ends <= done[:, None]).to(tl.int32), 1) + 1
+            k = tl.sum((ends <= done[:, None]).to(tl.int32), 1) + 1
             tl.store(entry + 2 + 3 * j, start + before, mask=live & (j < SLICES))
             tl.store(entry + 3 * j, start + before, mask=live & (j > 0))
             tl.store(entry + 4 + 3 * j, tl.where(done < slices, k, 0), mask=live & (j < SLICES))

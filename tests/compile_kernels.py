@@ -133,27 +133,32 @@ def scan(card, blocks, early):
     return compile_for(card, triton_sort.scan_kernel, cut | early, num_warps=warps)
 
 
+def sort(card, experts, early):
+    """Pairs of so many experts in order, with every kind of tiles that the card takes."""
+    keys = {"A": ACTIVE, "E": experts, "KEYS": 8 * experts, "B": triton_experts.SORT_BLOCK}
+    scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
+    options = triton_experts.sort_options(8 * experts)
+    tiles = {
+        "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "ONE": False},
+        "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "ONE": False},
+        "one k": {"BN": 0, "MIXED": 0, "WIDTHS": (32, 16), "ONE": True},
+        "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 16, 16, 16, 16), "ONE": False},
+    }
+    return {
+        f"{name} {experts}": compile_for(card, triton_sort.sort_kernel, keys | scales | cut | early, **options)
+        for name, cut in tiles.items()
+        if card == 90 or not cut["WIDTHS"]  # slices are Hopper's
+    }
+
+
 def around(card):
     """Sorting, reordering and summing."""
     early = {"PDL": card >= 90}
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
-    scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
-    tiles = {
-        "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "TOGETHER": 0},
-        "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "TOGETHER": 8},
-        "one k": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 3, "TOGETHER": 1},
-        "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 16, 16, 16, 16), "TOGETHER": 8},
-    }
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
-        **{
-            name: compile_for(
-                card, triton_sort.sort_kernel, keys | scales | cut | early, **triton_experts.sort_options(cut["WIDTHS"])
-            )
-            for name, cut in tiles.items()
-            if card == 90 or not cut["WIDTHS"]  # slices are Hopper's
-        },
+        **{name: facts for experts in (EXPERTS, 4 * EXPERTS) for name, facts in sort(card, experts, early).items()},
         "prepare": compile_for(
             card, triton_sort.prepare_kernel,
             {"IN": HIDDEN, "STRETCHES": 16, "STRETCHES_PAD": 16},
@@ -233,7 +238,7 @@ def encode(card):
 
 
 def hopper(card):
-    """Every cut of the prefill kernel that only Hopper runs, for both products; for one, two and four words of a lane."""
+    """Every cut of the prefill kernel that only Hopper runs, for both products; some for one, two and four words of a lane."""
     found = {}
     if card != 90:
         return found
@@ -256,7 +261,9 @@ def hopper(card):
     for name, sizes in kinds.items():
         for one_k in (False, True):
             weight = weight_of(sizes)
-            for pairs in (12, 24, 48, 96, 192, 193):
+            cuts = hopper_experts.CUTS_OF_ONE_K if one_k else hopper_experts.CUTS
+            limits = sorted({min(most, 1 << 10) for most, _ in cuts})
+            for pairs in limits if name in ("up", "down") else limits[::-2]:
                 cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
                 title = f"hopper {name} {cut.widths} by {cut.groups}{', one k' if one_k else ''}"
                 if title not in found:
@@ -402,7 +409,7 @@ SETS = {
 PARTS = SETS | {
     "some decode": partial(decode, sources=("rank",), sums=("down few",)),
     "some hopper": partial(some_hopper, cases=((128, False), (32, False))),
-    "one k hopper": partial(some_hopper, cases=((128, True), (256, True))),
+    "one k hopper": partial(some_hopper, cases=((64, True), (256, True))),
     "few bits": partial(bits, batches=(1,)),
 }
 

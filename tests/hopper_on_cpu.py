@@ -24,7 +24,15 @@ from . import gluon_on_cpu, ptx
 from .gluon_on_cpu import mask_of, tensor_of
 from .warp_groups import Barrier, Groups, Part
 
-MODULES = ("triton_unpack", "triton_activate", "hopper_unpack", "hopper_tiles", "hopper_bring", "hopper_prefill")
+MODULES = (
+    "triton_unpack",
+    "triton_activate",
+    "hopper_unpack",
+    "hopper_tiles",
+    "hopper_bring",
+    "hopper_one_k",
+    "hopper_prefill",
+)
 LANES = 128  # of a warp group
 BARRIERS = "barriers"
 KINDS = {tl.float16: np.float16, tl.float32: np.float32, tl.int32: np.int32, tl.int8: np.int8, tl.uint8: np.uint8}
@@ -236,7 +244,7 @@ class Filled(Part):
     def permute(self, order):
         """To be the right side of a product, and nothing else."""
         assert tuple(order) == (1, 0)
-        return SimpleNamespace(part=self)
+        return SimpleNamespace(part=self, shape=self.shape[::-1])
 
 
 @dataclass(frozen=True)

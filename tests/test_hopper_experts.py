@@ -23,7 +23,7 @@ def test_cuts_by_the_number_of_pairs(random_encoded, one_k, cuts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("one_k", [False, True])
-@pytest.mark.parametrize("pairs", [1, 12, 24, 48, 96, 192, 193])
+@pytest.mark.parametrize("pairs", [1, 12, 24, 36, 48, 80, 96, 144, 192, 193])
 def test_cuts_have_room(random_encoded, pairs, one_k, kind):
     group, width, tied = KINDS[kind]
     weight = random_encoded(1, 4, width, group, PLANES, tied)

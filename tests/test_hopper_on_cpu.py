@@ -80,27 +80,27 @@ ALL = [8, 1, 2, 7, 3, 3, 5, 0, 4, 6, 8]
 # group, width, `Cut`, whether one k is guessed, k of the pairs in turn
 CASES = {
     "one k, two slices": (128, 256, Cut((8, 8), 3, 4, whole=True), True, [3]),
-    "one k, turns of three": (128, 256, Cut((8, 8), 3, 2, turns=True), True, [1]),
+    "one k, slices of two widths": (128, 256, Cut((16, 8), 3, 2), True, [1]),
     "one k where there may be several": (128, 256, Cut((16, 8, 8), 2, 2), False, [2]),
-    "a wrong guess, all at once": (64, 256, Cut((8, 8), 2, 4, whole=True), True, MIXED),
-    "a wrong guess, turns": (128, 256, Cut((8,) * 3, 2, 2, turns=True), True, MIXED),
+    "a wrong guess, four blocks kept": (64, 256, Cut((8, 8), 2, 4, whole=True), True, MIXED),
+    "a wrong guess, three slices": (128, 256, Cut((8,) * 3, 2, 2), True, MIXED),
     "several widths": (128, 256, Cut((16, 8, 8), 2, 2), False, MIXED),
     "several widths, all at once": (64, 256, Cut((32, 16, 16, 8), 2, 4, whole=True), False, MIXED),
     "rows of each slice": (64, 512, Cut((16, 8, 8), 2, 2, whole=True), False, MIXED),
-    "rows of each slice, one k": (128, 512, Cut((8, 8), 2, 2, whole=True), True, MIXED),
+    "one k, two words": (128, 512, Cut((8, 8), 2, 2, whole=True), True, MIXED),
     "rows of each slice, one word": (32, 256, Cut((16, 8), 2, 1, whole=True), False, MIXED),
     "one word": (32, 256, Cut((16, 8), 2, 3, whole=True), False, MIXED),
 }  # fmt: skip
 LARGER = {
     "one k, four groups": (128, 512, Cut((16,), 4, 4, whole=True), True, [8]),
-    "one k, full and other tiles": (128, 768, Cut((16,) * 3, 3, 2, turns=True), True, [5]),
-    "one k, a slice": (64, 512, Cut((16,), 2, 2, turns=True), True, [2]),
+    "one k, full and other tiles": (128, 768, Cut((16,) * 3, 3, 2), True, [5]),
+    "one k, a slice": (64, 512, Cut((16,), 2, 2), True, [2]),
     "a wrong guess": (128, 512, Cut((32, 32), 3, 4, whole=True), True, ALL),
-    "turns of four words": (256, 1024, Cut((8,) * 4, 2, 2, turns=True), True, ALL),
+    "one k, four words": (256, 1024, Cut((8,) * 4, 2, 2), True, ALL),
     "four words": (256, 1024, Cut((16, 8, 8), 2, 2), False, ALL),
     "seven slices": (64, 768, Cut((64, 32, 32, 16, 16, 16, 16), 2, 2, whole=True), False, ALL),
     "rows of four slices": (128, 512, Cut((32, 16, 16, 8), 3, 2, whole=True), False, ALL),
-    "rows of slices of one k": (128, 768, Cut((64,) * 3, 2, 2, whole=True), True, ALL),
+    "a wrong guess, wide slices": (128, 768, Cut((64,) * 3, 2, 2, whole=True), True, ALL),
     "many tiles": (128, 512, Cut((8, 8), 2, 3, whole=True), False, ALL),
 }
 
@@ -122,9 +122,20 @@ def test_eight_planes_and_longer_rows(hopper_on_cpu, case):
     assert error(found, expected(x, ids, chunks, weight)) < EXACT
 
 
+@pytest.mark.parametrize("cut", [Cut((16, 8), 2, 4, whole=True), Cut((16, 8), 3, 2), Cut((8, 8, 8), 2, 3, whole=True)])
+def test_tiles_of_one_k_with_some_or_all_slices(hopper_on_cpu, cut):
+    """25 pairs of an expert fill a tile of 24 and a slice of the next; half of them, one or two slices."""
+    weight, (x, ids, chunks) = few_bits(256, 64, 2), routed([2], 256, 26)
+    by = hopper_on_cpu.sort_pairs(ids, chunks, cut, True, weight, weight)
+    used = {sum(k > 0 for k in tile[4::3]) for tile in by.tiles[: int(by.tiles[0, 1])].tolist()}
+    assert len(used) > 1 and max(used) == len(cut.widths)
+    found = multiplied(hopper_on_cpu, x, ids, chunks, weight, cut, True)
+    assert error(found, expected(x, ids, chunks, weight)) < EXACT
+
+
 TIED = {
     "group 64": (64, 256, Cut((16, 8, 8), 2, 3, whole=True), False),
-    "group 128": (128, 512, Cut((8,), 2, 2, turns=True), True),
+    "group 128": (128, 512, Cut((8,), 2, 2), True),
 }
 
 
@@ -172,11 +183,11 @@ def test_nothing_to_read(hopper_on_cpu):
     assert not hopper_on_cpu.prefill_matmul(x, ids, chunks + 2, weight, None).any()
 
 
-TURNS = Cut((8, 8), 2, 2, turns=True), True
+ONE_K, TOGETHER = (Cut((8, 8), 2, 2), True), (Cut((8, 8), 2, 2), False)
 SLICES = Cut((16, 8), 2, 1, whole=True), False  # each has its rows by itself
 
 
-def small(he, seed, cut=TURNS, **changed):
+def small(he, seed, cut=ONE_K, **changed):
     """A product of a few tiles in an order of its own, after functions of the kernel were changed."""
     names = he.hopper_prefill_kernel.names
     names.update(changed)
@@ -186,7 +197,7 @@ def small(he, seed, cut=TURNS, **changed):
     return multiplied(he, x, ids, chunks, weight, *cut)
 
 
-@pytest.mark.parametrize("cut", [TURNS, SLICES], ids=["turns", "slices"])
+@pytest.mark.parametrize("cut", [ONE_K, TOGETHER, SLICES], ids=["one k", "together", "slices"])
 def test_no_order_of_groups_and_copies_matters(hopper_on_cpu, cut, monkeypatch):
     orders, found, pause = [], [], Groups.pause
 
@@ -221,14 +232,14 @@ ARRIVED, STUCK, MORE = "of what had not arrived", "wait for what never happens",
 READ, COPIED, OUTSIDE = "where others may read", "where another may be under way", "behind a tensor"
 # a cut, functions that take the place of others, by the names of those, and what may be said of it first
 FAULTS = {
-    "rows are not waited for": (TURNS, lambda names: {"_arrive": nothing}, (ARRIVED, COPIED, MORE)),
-    "planes are not waited for": (TURNS, lambda names: without_waits(names, 129), (ARRIVED, COPIED)),
-    "room is not waited for": (TURNS, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
-    "products are not waited for": (TURNS, lambda names: {"_finished": lambda accs, P: accs}, ("'Pending' object has no",)),
-    "no turn is given": (TURNS, lambda names: {"_give_turn": nothing}, (STUCK,)),
-    "no bytes are announced": (TURNS, lambda names: {"_expect": nothing}, (STUCK,)),
+    "rows are not waited for": (ONE_K, lambda names: without_waits(names, 1), (ARRIVED, COPIED, MORE)),
+    "planes are not waited for": (ONE_K, lambda names: without_waits(names, 128), (ARRIVED, COPIED, STUCK)),
+    "room is not waited for": (ONE_K, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
+    "products are not waited for": (ONE_K, lambda names: {"_finished": lambda accs: accs}, ("'Pending' object has no", READ)),
+    "rows of several slices are not waited for": (TOGETHER, lambda names: {"wait_for_rows": nothing}, (ARRIVED, COPIED, MORE)),
+    "no bytes are announced": (ONE_K, lambda names: {"_expect": nothing}, (STUCK,)),
     "rows behind the last": (
-        TURNS, lambda names: {"line_of": lambda block, *given: block * 64 + names["gl"].arange(0, 64)}, (OUTSIDE,),
+        ONE_K, lambda names: {"line_of": lambda block, *given: block * 64 + names["gl"].arange(0, 64)}, (OUTSIDE,),
     ),
     "rows of a slice are not waited for": (SLICES, lambda names: without_waits(names, 1), (ARRIVED, COPIED, MORE)),
     "planes are not waited for by slices": (SLICES, lambda names: without_waits(names, 128), (ARRIVED, COPIED)),

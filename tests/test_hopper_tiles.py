@@ -39,7 +39,7 @@ ONE_K = [(False, None), (False, 4), (True, 4), (True, None)]  # the last: a wron
 
 @pytest.mark.parametrize(
     "tokens, widths, one_k, ks",
-    [(*cut, *k) for cut in SOME for k in ONE_K] + [(*cut, False, ks) for cut in SEVERAL for ks in (None, 4)],
+    [(*cut, *k) for cut in SOME for k in ONE_K] + [(*cut, *k) for cut in SEVERAL for k in ONE_K],
 )
 def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, widths, one_k, ks):
     ids, chunks, by = sorted_pairs(tokens, he.Cut(widths, 2, 2), one_k, ks)
