@@ -1,11 +1,11 @@
-"""Warp groups of the Hopper kernel, in Gluon, whose tiles have pairs of one k, for which a weight is unpacked once."""
+"""A stretch of a tile with pairs of one k in the Hopper kernel, in Gluon: unpacked once, its slices multiplied together."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from dpamoe.kernels.hopper_bring import barrier, mbarrier, wait_for_rows
-from dpamoe.kernels.hopper_tiles import part_of, store, tile_of, width_of
+from dpamoe.kernels.hopper_bring import wait_for_rows
+from dpamoe.kernels.hopper_tiles import part_of, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
@@ -13,7 +13,6 @@ from dpamoe.kernels.hopper_unpack import (
     fragment,
     left_layout,
     offset_of,
-    product_layout,
     read_plane,
     scale_of,
 )
@@ -119,37 +118,7 @@ def _multiply(accs, parts, base, memory, levels, number, w, cut: gl.constexpr):
 
 
 @gluon.jit
-def compute_one_k(given, own: gl.constexpr, cut: gl.constexpr):
-    """A warp group that computes 64 rows of each tile."""
-    factor, order, tiles, peaks, unit, bias, out, _, memory = given
-    rings, _, _, plane_full, plane_empty, _, x_empty = memory
-    B: gl.constexpr = cut.B
-    W: gl.constexpr = cut.W
-    blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
-    turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
-    entry, expert, tile = tile_of(gl.program_id(0), end, blocks, tiles, peaks, unit, cut)
-    for item in range(gl.program_id(0), end, gl.num_programs(0)):
-        next_entry, next_expert, next_tile = tile_of(item + gl.num_programs(0), end, blocks, tiles, peaks, unit, cut)
-        accs = ()
-        for j in gl.static_range(cut.P):
-            accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
-        for b in range(0, cut.IN // 128, B):
-            stage, w = turn % 2, b % W
-            mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
-            parts, base = _unpack(rings, tile, stage, w, own, cut)
-            accs = _multiply(accs, parts, base, memory, tile[2], number, w, cut)
-            barrier()
-            for i in gl.static_range(B):
-                mbarrier.arrive(x_empty.index((number + i) % cut.NS), count=1)
-            number += B
-            if B == W:
-                mbarrier.arrive(plane_empty.index(stage), count=1)
-                turn += 1
-            else:
-                mbarrier.arrive(plane_empty.index(stage), count=1, pred=w == W - 1)
-                turn += (w == W - 1).to(gl.int32)
-        for j in gl.static_range(cut.P):
-            if (tile[2] >> 4 * j) & 15 > 0:
-                row_block = item % blocks * cut.NC + own
-                store(accs[j], 1.0 / tile[1], factor, order, bias, out, row_block, expert, entry + (2 + 3 * j), cut)
-        entry, expert, tile = next_entry, next_expert, next_tile
+def multiply_one_k(accs, memory, tile, stage, w, number, own: gl.constexpr, cut: gl.constexpr):
+    """Unpack B blocks of the weight, of a stretch from w on, to the k that all slices have, and multiply."""
+    parts, base = _unpack(memory[0], tile, stage, w, own, cut)
+    return _multiply(accs, parts, base, memory, tile[2], number, w, cut)

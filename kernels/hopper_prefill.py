@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
-from dpamoe.kernels.hopper_one_k import compute_one_k
+from dpamoe.kernels.hopper_one_k import multiply_one_k
 from dpamoe.kernels.hopper_tiles import most_of, part_of, sizes_of, store, tile_of, used_of, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
@@ -98,7 +98,7 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: g
 
 
 @gluon.jit
-def _compute_mixed(given, own: gl.constexpr, cut: gl.constexpr):
+def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     """A warp group that computes 64 rows of each tile."""
     factor, order, tiles, peaks, unit, bias, out, still, memory = given
     _, _, _, plane_full, plane_empty, _, x_empty = memory
@@ -116,7 +116,10 @@ def _compute_mixed(given, own: gl.constexpr, cut: gl.constexpr):
         for b in range(0, cut.IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
-            accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
+            if cut.ONE:
+                accs = multiply_one_k(accs, memory, tile, stage, w, number, own, cut)
+            else:
+                accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
             barrier()
             if cut.EACH:
                 phases = phases ^ used_of(tile[2], cut.P)
@@ -135,15 +138,6 @@ def _compute_mixed(given, own: gl.constexpr, cut: gl.constexpr):
             if (tile[2] >> 4 * j) & 15 > 0:
                 store(accs[j], 1.0 / tile[1], factor, order, bias, out, row_block, expert, entry + (2 + 3 * j), cut)
         entry, expert, tile = next_entry, next_expert, next_tile
-
-
-@gluon.jit
-def _compute(given, own: gl.constexpr, cut: gl.constexpr):
-    """A warp group that computes 64 rows of each tile."""
-    if cut.ONE:
-        compute_one_k(given, own, cut)
-    else:
-        _compute_mixed(given, own, cut)
 
 
 @gluon.jit(do_not_specialize=["rows", "still"])
