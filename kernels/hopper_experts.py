@@ -20,6 +20,7 @@ WARPS = 4  # one warp group
 ROWS = 64  # of a weight, that a warp group computes
 BLOCK = 128  # inputs that one word of each of four lanes holds
 SHARED = 232448  # bytes of shared memory that a program can have
+REST = 28  # registers of a lane beside what is unpacked and the sums
 PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, since every pair has a prepared row of its own
 
 
@@ -64,6 +65,7 @@ CUTS_OF_ONE_K = (
     (12, Cut((16,), 4, 4, whole=True)),
     (12, Cut((16,), 2, 4)),
     (36, Cut((32, 16), 3, 4, whole=True)),
+    (36, Cut((32, 16), 2, 4, whole=True)),
     (48, Cut((32,) * 2, 3, 4, whole=True)),
     (80, Cut((64, 32), 2, 4, whole=True)),
     (144, Cut((64, 64, 32), 2, 2)),
@@ -107,10 +109,21 @@ def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
     return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
+def under_way_together(cut: Cut, *weights: EncodedWeight) -> bool:
+    """Whether all products of a stretch with one k can be: what is unpacked is copied for every slice that it is multiplied by.
+
+    Before Triton 3.9 its assembler saw that these are the same; now, if they leave it no registers, it waits for each product.
+    """
+    words = [words_at_once(weight) for weight in weights]
+    unpacked = max(32 * blocks_at_once(cut, each) + 4 * (blocks_at_once(cut, each) == each) for each in words)  # 4: its offsets
+    return triton_experts.SPARING or len(cut.widths) * unpacked + sum(cut.widths) // 2 <= cut.registers[0] - REST
+
+
 def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> Cut:
     """The cut for so many pairs of these weights; one_k: whether most experts have pairs of one k alone."""
-    cuts = CUTS_OF_ONE_K if one_k else CUTS
-    return next(cut for most, cut in cuts if pairs <= most * experts and shared_memory(cut, *weights) <= SHARED)
+    room = [cut for most, cut in (CUTS_OF_ONE_K if one_k else CUTS) if pairs <= most * experts]
+    room = [cut for cut in room if shared_memory(cut, *weights) <= SHARED]
+    return next(cut for cut in room if not one_k or under_way_together(cut, *weights))
 
 
 def constants_of(cut: Cut, one_k: bool, words: int) -> dict:

@@ -5,7 +5,8 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads stand before it first waits
-for copies; "hopper": also the most shared memory that its cut was chosen for, and `faults_of` its code.
+for copies; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and `faults_of`
+its code.
 """
 
 import json
@@ -50,6 +51,7 @@ TYPES = {
     "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
+WAIT = "WARPGROUP.DEPBAR"  # for products of a warp group
 MULTIPLES_OF_16 = ("x_token", "x_slot", "x_row")
 FIXED = {"E": EXPERTS, "C": PLANES, "TIED": False, "BIAS": False, "GROUP": GROUP, "ASM": True}
 UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": "silu_mul", "GATED": True}
@@ -267,7 +269,8 @@ def hopper(card):
                 cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
                 title = f"hopper {name} {cut.widths} by {cut.groups}{', one k' if one_k else ''}"
                 if title not in found:
-                    found[title] = hopper_kernel(card, sizes, cut, one_k, hopper_experts.words_at_once(weight))
+                    words = hopper_experts.words_at_once(weight)
+                    found[title] = hopper_kernel(card, sizes, cut, one_k, words, ("HGMMA", WAIT))
                     found[title]["most"] = hopper_experts.shared_memory(cut, weight)
     return found
 

@@ -5,15 +5,24 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from dpamoe.kernels import hopper_experts as he
+from dpamoe.kernels import triton_experts
 
 PLANES = 8
 KINDS = {"32": (32, 384, False), "64": (64, 512, False), "128": (128, 768, False), "256": (256, 1024, False),
          "64 tied": (64, 512, True), "128 tied": (128, 1024, True)}  # fmt: skip
 
 
+@pytest.fixture(params=[False, True], ids=["copies", "sparing"])
+def sparing(request, monkeypatch):
+    """Triton as it was before 3.9, and from then on."""
+    monkeypatch.setattr(triton_experts, "SPARING", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("one_k, cuts", [(False, he.CUTS), (True, he.CUTS_OF_ONE_K)])
-def test_cuts_by_the_number_of_pairs(random_encoded, one_k, cuts):
-    weight, first = random_encoded(1, 4, 768, 128, PLANES), dict(reversed(cuts))
+def test_cuts_by_the_number_of_pairs(random_encoded, sparing, one_k, cuts):
+    weight = random_encoded(1, 4, 768, 128, PLANES)
+    first = dict(reversed([(most, cut) for most, cut in cuts if not one_k or he.under_way_together(cut, weight)]))
     *limits, last = sorted(first)
     for limit, following in zip(limits, [*limits[1:], last], strict=True):
         assert he.cut_for(8 * limit, 8, one_k, weight) == first[limit] != first[following]
@@ -24,7 +33,7 @@ def test_cuts_by_the_number_of_pairs(random_encoded, one_k, cuts):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("one_k", [False, True])
 @pytest.mark.parametrize("pairs", [1, 12, 24, 36, 48, 80, 96, 144, 192, 193])
-def test_cuts_have_room(random_encoded, pairs, one_k, kind):
+def test_cuts_have_room(random_encoded, sparing, pairs, one_k, kind):
     group, width, tied = KINDS[kind]
     weight = random_encoded(1, 4, width, group, PLANES, tied)
     cut = he.cut_for(pairs, 1, one_k, random_encoded(1, 4, 2 * width, group, PLANES, tied), weight)
@@ -32,8 +41,10 @@ def test_cuts_have_room(random_encoded, pairs, one_k, kind):
     assert cut.groups * computing + bringing <= 512  # of 64 Ki registers, for 128 lanes in a group
     assert computing % 8 == bringing % 8 == 0  # else the card does not take the number
     words = he.words_at_once(weight)
-    unpacked = 32 * he.blocks_at_once(cut, words)
-    assert sum(cut.widths) // 2 + unpacked <= computing - 32  # fp32 sums; the rest is for everything else
+    blocks = he.blocks_at_once(cut, words)
+    unpacked = 32 * blocks + 4 * (blocks == words)  # with the offsets, behind the last block
+    copies = 1 if sparing or not one_k else len(cut.widths)
+    assert sum(cut.widths) // 2 + copies * unpacked <= computing - 28  # fp32 sums; the rest is for everything else
     planes = cut.groups * 2 * 64 * PLANES * 16 * words
     rows = cut.kept * sum(cut.widths) * 256
     assert planes + rows < he.shared_memory(cut, weight) <= he.SHARED
