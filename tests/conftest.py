@@ -1,6 +1,7 @@
 """What every test may use: where the shipped model and the shared data lie, and how close two results must be."""
 
 import copy
+import importlib.util
 import json
 import logging
 import os
@@ -19,6 +20,10 @@ from dpamoe.kernels.layout import EncodedWeight, groups_of, pack_signs
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
+    if importlib.util.find_spec("triton"):
+        from .interpreter import speed_up
+
+        speed_up()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would wait for each other
     torch.set_num_threads(1)

@@ -82,6 +82,17 @@ def _written_last(code):
     return all("$0" not in operands[0] for _, _, operands in others)
 
 
+@cache
+def _constant(name):
+    """A number that is written in the code, or that of the lane, in every lane; None for the name of a register."""
+    if name == "%laneid":
+        return LANES
+    digits, base = (name[2:], 16) if name.startswith("0f") else (name, 0)
+    if not re.match(r"-?\d", name):
+        return None
+    return np.full(32, int(digits, base) & 0xFFFFFFFF, np.uint32)
+
+
 class _Warp:
     """Registers of 32 lanes, by name."""
 
@@ -91,13 +102,8 @@ class _Warp:
 
     def read(self, name):
         name = self.names.get(name, name)
-        if name == "%laneid":
-            return LANES
-        if name.startswith("0f"):
-            return np.full(32, int(name[2:], 16), np.uint32)
-        if re.fullmatch(r"-?(0x)?[0-9A-Fa-f]+", name) and (name[0].isdigit() or name[0] == "-"):
-            return np.full(32, int(name, 0) & 0xFFFFFFFF, np.uint32)
-        return self.registers[name]
+        constant = _constant(name)
+        return self.registers[name] if constant is None else constant
 
     def write(self, name, value):
         self.registers[self.names.get(name, name)] = value
@@ -142,13 +148,11 @@ def _unpack(register):
 
 
 def _prmt(a, b, selector):
-    a, b, selector = np.broadcast_arrays(a, b, selector)
-    bytes_of_both = np.stack([a >> 8 * i & 0xFF for i in range(4)] + [b >> 8 * i & 0xFF for i in range(4)])
-    result = np.zeros_like(a)
+    result = np.uint32(0)
     for i in range(4):
         nibble = selector >> 4 * i & 0xF
         assert (nibble < 8).all(), "copies of a sign are not known"
-        result |= np.take_along_axis(bytes_of_both, nibble[None], 0)[0] << 8 * i
+        result = result | (np.where(nibble < 4, a, b) >> 8 * (nibble & 3) & 0xFF) << 8 * i
     return result
 
 
@@ -213,14 +217,14 @@ def _shuffle_from(value, source, clamp, members):
 def _byte_product(a, b, c):
     """m16n8k32 of bytes without a sign and bytes with one: bytes 4t … 4t + 3 and 16 on of row g and g + 8, of column g."""
     warps = a[0].shape[:-1]
-    left, right = np.zeros((*warps, 16, 32), np.int64), np.zeros((*warps, 32, 8), np.int64)
+    left, right = np.zeros((*warps, 16, 32)), np.zeros((*warps, 32, 8))  # fp64 holds the sums, and is multiplied fast
     for i in range(4):
         for j in range(4):
             left[..., ROW + 8 * (i % 2), 4 * PART + 16 * (i // 2) + j] = a[i] >> 8 * j & 0xFF
     for i in range(2):
         for j in range(4):
             right[..., 4 * PART + 16 * i + j, ROW] = (b[i] >> 8 * j & 0xFF).astype(np.uint8).view(np.int8)
-    product = left @ right
+    product = (left @ right).astype(np.int64)
     return [(product[..., ROW + 8 * (i // 2), 2 * PART + i % 2] + c[i].view(np.int32)).astype(np.uint32) for i in range(4)]
 
 

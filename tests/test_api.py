@@ -705,6 +705,7 @@ def test_forms_of_calibration_for_a_language_model(random_model, random_ids, res
         torch.testing.assert_close(table, same.model.layers[0].mlp.experts.residuals, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_calibration_text_is_read_with_the_tokenizer_of_the_model(tiny_model, tiny_dir):
     from dpamoe.text import load_tokenizer, token_ids
 

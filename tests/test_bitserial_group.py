@@ -49,8 +49,9 @@ def make(random_encoded, experts, hidden, inner, activation, planes=8):
     return up, torch.randn(experts, rows), down, torch.randn(experts, 64), activation
 
 
-@pytest.mark.parametrize("held", [2, 8])
-@pytest.mark.parametrize("experts", [3, 40])
+@pytest.mark.parametrize(
+    "experts, held", [(3, 2), (40, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (40, 2)))]
+)
 def test_pairs_of_an_expert_with_planes_of_their_own(many, bits_on_cpu, random_encoded, monkeypatch, held, experts):
     """Experts of three pairs, of one and of none, 0 to 8 planes, padding; more experts than pairs, or fewer."""
     monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
@@ -94,6 +95,7 @@ def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, ran
     assert float((found[0] - expected).norm() / expected.norm()) < ERROR
 
 
+@pytest.mark.slow
 def test_as_the_kernels_for_few_pairs(bits_on_cpu, random_encoded, random_pairs, monkeypatch):
     """The order of adding differs, nothing else; weights of three planes."""
     layer = make(random_encoded, 3, 256, 128, "swigluoai", planes=3)

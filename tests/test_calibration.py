@@ -154,6 +154,7 @@ def test_own_text_is_seeded_and_leaves_no_trace(random_model, training):
     assert rows == ids_of(calibration.calibration_batches(model, None, ((), {})))
 
 
+@pytest.mark.slow
 def test_own_text_of_the_shipped_model_is_256_tokens_that_it_finds_likely(tiny_model):
     model = tiny_model().float()
     batches = calibration.own_text(model)

@@ -204,6 +204,7 @@ def test_eval_of_an_encoded_folder_prints_the_documented_object(run, encoded, te
     assert re.search(r"^dpamoe: evaluate 16/16 budget 8 uniform \(.* s left\)", err, re.M)
 
 
+@pytest.mark.slow
 def test_eval_of_an_original_folder_equals_that_of_its_encoded_one(run, source, encoded, texts):
     shared = ("--text", texts / "heldout.txt", "--budgets", "3", "--max-tokens", 600, "--baselines", "gate-linear", "--json")
     code, out, err = run("eval", source, *shared, "--calibration", texts / "calibration.txt")
@@ -286,6 +287,7 @@ def test_generate_at_eight_planes_writes_what_the_original_writes(run, encoded, 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_profile_replaces_the_table_alone(run, encoded, source, texts, tmp_path):
     folder = shutil.copytree(encoded, tmp_path / "encoded")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -319,6 +321,7 @@ def test_doctor_fails_where_the_ops_are_wrong(run, monkeypatch):
     assert code == 1 and outcome["failed"] is True and "off by" in outcome["ops"]["cpu"]
 
 
+@pytest.mark.slow
 def test_demo_prints_what_eval_prints(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run("demo", "--max-tokens", 300, "--json")
@@ -330,6 +333,7 @@ def test_demo_prints_what_eval_prints(run, tmp_path, monkeypatch):
     assert (tmp_path / "dpamoe-demo.png").read_bytes().startswith(b"\x89PNG") and files(tmp_path) == [Path("dpamoe-demo.png")]
 
 
+@pytest.mark.slow
 def test_demo_for_people(run, tmp_path, monkeypatch):
     from dpamoe.cli import demo
 
@@ -463,6 +467,7 @@ def test_weights_that_are_not_finite_name_their_tensor(run, damaged, texts, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_expert_of_zeros_is_encoded(run, damaged, texts, tmp_path):
     def change(tensors):
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -626,6 +631,7 @@ def test_everything_is_checked_before_the_model_is_loaded(run, source, texts, tm
     check_failed(run("eval", source, "--text", texts / "heldout.txt", "--budgets", "1"))
 
 
+@pytest.mark.slow
 def test_the_installed_program(tmp_path):
     done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"dpamoe {dpamoe.__version__}\n")

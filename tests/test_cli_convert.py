@@ -31,6 +31,7 @@ def models(short_dir, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_several_models_one_of_them_broken(run, models, text):
     arguments = ("convert", models / "first", models / "broken", models / "last", "--output-dir", models / "out")
     arguments = (*arguments, "--calibration", text, *FLAGS)
@@ -93,6 +94,7 @@ def test_a_dry_run_writes_nothing(run, tiny_dir, text, tmp_path):
     assert json.loads(out)["bytes"] == pytest.approx(foreseen["predicted_bytes"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on(run, tiny_dir, text, tmp_path, monkeypatch):
     from dpamoe import stream
 

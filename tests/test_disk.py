@@ -106,6 +106,7 @@ def test_a_disk_that_fills_up_at_any_moment(on_disk, source, tmp_path, random_id
     assert dpamoe.report(dpamoe.load(out)).experts == 16
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small(on_disk):
     said, out = on_disk("small")
     assert len(said) == 1 and "needs 0.00 GiB more, and its disk has 0.00 GiB free: make room, or choose another" in said[0]

@@ -46,6 +46,7 @@ def scored(tiny_dir, tiny_model, tiny_encoded):
     return evaluate.result("tiny", full, points), found
 
 
+@pytest.mark.slow
 def test_weight_bytes_by_hand(scored, tiny_dir):
     """All that is no routed expert in bf16, as stored, and 3,145,728 expert weights at k (1 + 16/128) + 16/128 bits."""
     with (tiny_dir / "model.safetensors").open("rb") as file:
@@ -126,12 +127,14 @@ def test_spending_is_put_back_after_an_error(transformed, random_ids):
     assert dpamoe.report(model).budget == 4.0
 
 
+@pytest.mark.slow
 def test_dpa_is_uniform_where_there_is_no_choice(scored):
     for budget in (2, 8):
         first, *others = ({**scored[1][name][budget], "allocation": ""} for name in ALLOCATIONS)
         assert first["mean_planes"] == budget and all(other == first for other in others)  # the histograms too
 
 
+@pytest.mark.slow
 def test_orderings_on_the_shipped_model(scored):
     kl = {name: {budget: point["kl"] for budget, point in points.items()} for name, points in scored[1].items()}
     ratios = {budget: kl["dpa"][budget] / kl["uniform"][budget] for budget in (3, 4, 5, 6)}
@@ -147,6 +150,7 @@ def test_orderings_on_the_shipped_model(scored):
     assert kl["dpa"][8] <= 5e-4
 
 
+@pytest.mark.slow
 def test_skipping_halves_the_error_of_two_planes(scored):
     skip, uniform = scored[1]["skip"][2], scored[1]["uniform"][2]
     assert skip["kl"] <= 0.55 * uniform["kl"]  # measured .314
@@ -155,6 +159,7 @@ def test_skipping_halves_the_error_of_two_planes(scored):
         assert counts[0] > 0 and counts[1] == 0
 
 
+@pytest.mark.slow
 def test_thresholds_on_the_shipped_model(scored):
     kl = {name: {budget: scored[1][name][budget]["kl"] for budget in (3, 4)} for name in ("dpa", *BY_LEVEL)}
     for budget in (3, 4):
@@ -164,6 +169,7 @@ def test_thresholds_on_the_shipped_model(scored):
             assert abs(scored[1][name][budget]["mean_planes"] - budget) <= 0.03
 
 
+@pytest.mark.slow
 def test_perplexity_and_agreement_follow_quality(scored):
     outcome, points = scored
     full = outcome["full_precision"]["ppl"]

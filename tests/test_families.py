@@ -275,6 +275,7 @@ def test_every_block_equals_itself_with_decoded_weights(block, tolerance):
     check_equal(block, torch.float32, tolerance(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(), ids=str)
 def test_every_block_in_bf16(block, tolerance):
     check_equal(block, torch.bfloat16, tolerance(torch.bfloat16))

@@ -45,6 +45,7 @@ def run(wanted, folder):
     return frontier.run(plan, open_folder(folder, plan.settings))
 
 
+@pytest.mark.slow
 def test_static_formats_are_points_of_their_own_size(wanted, tmp_path):
     pytest.importorskip("gguf")
     outcome = run(dataclasses.replace(wanted, baselines=("rtn4", "q8_0")), tmp_path / "out")
@@ -62,6 +63,7 @@ def test_static_formats_are_points_of_their_own_size(wanted, tmp_path):
     assert dpa[2.0]["kl"] > points["rtn4"]["kl"] > dpa[4.0]["kl"]  # measured .28, .017, .009 on 4,000 tokens
 
 
+@pytest.mark.slow
 def test_points_do_not_depend_on_how_often_a_run_stopped(wanted, tmp_path):
     asked = dataclasses.replace(wanted, spec=dpamoe.EncodeSpec(iterations=0))
     whole = run(asked, tmp_path / "whole")
@@ -70,6 +72,7 @@ def test_points_do_not_depend_on_how_often_a_run_stopped(wanted, tmp_path):
     assert parts == whole  # the second run of two adds to what is there
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_is_noticed(wanted, source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "model")
     mine = dataclasses.replace(wanted, model=str(folder), budgets=(2.0,), baselines=())
@@ -82,6 +85,7 @@ def test_a_model_that_changed_is_noticed(wanted, source, tmp_path):
         run(mine, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_thresholds_need_what_was_measured(wanted, tiny_saved, tmp_path, monkeypatch):
     monkeypatch.setattr(sensitivity, "TOKENS", 1000)
     asked = dataclasses.replace(wanted, baselines=("threshold",), budgets=(3.0,))
@@ -234,6 +238,7 @@ def test_a_checkpoint_without_its_residual_table(of_encoded, tiny_saved, tmp_pat
         frontier.plan(dataclasses.replace(of_encoded, model=str(folder)))
 
 
+@pytest.mark.slow
 def test_sizes_of_an_encoded_folder_are_those_of_its_source(of_encoded, wanted, tmp_path):
     encoded, original = (
         run(dataclasses.replace(asked, baselines=()), tmp_path / name) for name, asked in (("a", of_encoded), ("b", wanted))

@@ -178,6 +178,7 @@ def test_whole_texts_and_detected_batches(plain, tokenizer, harness, assert_same
     assert lm.loglikelihood_rolling(requests([(story,)])) == pytest.approx([score(plain, ids, len(ids) - 1)[0]], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_encoded_folders_by_name(harness, tiny_saved, plain, tmp_path, assert_same):
     """Budget and allocation pass through model_args; the scores are those of the same model in memory."""
     import lm_eval
@@ -261,6 +262,7 @@ def test_what_cannot_be_is_told_in_a_sentence(harness, tiny_dir, tiny_saved, pla
         harness.DpamoeLM(**(arguments | {"pretrained": pretrained}))
 
 
+@pytest.mark.slow
 def test_lm_eval_alone_refuses_our_folders_and_our_name(tiny_saved):
     """Without dpamoe neither is known; `hf` stops at the quantization type, before it would make up experts."""
     code = """

@@ -365,6 +365,7 @@ def test_only_files_of_the_wanted_planes_are_downloaded(cached, tiny_saved, monk
     assert planes == list(range(k_max or 8)) and checkpoint.INDEX in asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["dpamoe", "transformers.quantizers.auto"])
 def test_the_order_of_imports_does_not_matter(tiny_saved, first):
     code = f"""

@@ -67,6 +67,7 @@ def test_a_mistake_leaves_no_log(run, arguments, tmp_path):
     assert re.match(r"failed after 0 s: output folder .* exists", lines(tmp_path / "out.log")[-1])
 
 
+@pytest.mark.slow
 def test_one_log_for_a_batch(run, arguments, source, tmp_path):
     for name in ("a", "b", "c"):
         shutil.copytree(source, tmp_path / name)

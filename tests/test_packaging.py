@@ -23,6 +23,7 @@ def run_python(code, folder, extra_path=None):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_bare_kernels_steps_aside_for_what_is_or_is_not_installed():
     code = """
 import json, dpamoe.kernels, kernels
@@ -34,6 +35,7 @@ print(json.dumps([dpamoe.kernels.__file__, getattr(sys.modules["kernels"], "__fi
     assert bare != ours
 
 
+@pytest.mark.slow
 def test_bare_kernels_hands_over_to_another_package_of_that_name(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.0'\nfrom kernels.inner import WORD\n")
@@ -59,6 +61,7 @@ print(json.dumps([name for name in ("lm_eval", "matplotlib", "gguf") if name in 
     assert run_python(code, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_import_brings_in_only_what_the_package_needs(tmp_path):
     """What it finds there already comes first, in the same process."""
     code = f"""

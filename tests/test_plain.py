@@ -25,7 +25,9 @@ def compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in ("olmoe", "deepseek_v3"))]
+)
 def test_a_plain_model_equals_a_transformed_one_with_the_same_table(
     random_model, random_ids, compiled, monkeypatch, tmp_path, tolerance, family
 ):
@@ -40,6 +42,7 @@ def test_a_plain_model_equals_a_transformed_one_with_the_same_table(
         )
 
 
+@pytest.mark.slow
 def test_without_a_table_it_says_so_and_still_follows_the_budget(random_model, random_ids, compiled, monkeypatch):
     ids = random_ids(1, 12)
     with torch.no_grad():

@@ -326,6 +326,7 @@ def write(folder, results, table=None):
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_gives_every_picture_and_always_the_same_bytes(tmp_path):
     folder = write(tmp_path / "results", realistic(2, (2.0, 2.5, 8.0)), residuals(8, 8))
     files = plot.draw_all(folder)

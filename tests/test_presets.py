@@ -116,6 +116,7 @@ def test_eval_takes_several(flags, names, spec, monkeypatch):
     assert seen[0].presets == tuple(names) and seen[0].spec == spec
 
 
+@pytest.mark.slow
 def test_a_converted_folder_remembers_it(run, tiny_dir, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text((tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")[:8000], encoding="utf-8")

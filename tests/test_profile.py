@@ -350,6 +350,7 @@ def test_objective_ranks_allocations_of_the_shipped_model(tiny_dir, layer):
     check_objective(tiny_dir, layer)
 
 
-@pytest.mark.parametrize("layer", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [1, 4])
 def test_objective_ranks_allocations_of_the_larger_model(shared, layer):
     check_objective(shared / "models" / "small", layer)

@@ -54,6 +54,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_the_report_holds_every_section_with_numbers(reported):
     text = (reported / "report.md").read_text(encoding="utf-8")
     titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
@@ -67,6 +68,7 @@ def test_the_report_holds_every_section_with_numbers(reported):
     assert pictures and all((reported / picture).is_file() for picture in pictures)
 
 
+@pytest.mark.slow
 def test_figures_of_the_experiments(reported):
     found = {name: json.loads((reported / f"{name}.json").read_text())["found"] for name in ("cross_terms", "top_p", "speed")}
     assert [row["k"] for row in found["cross_terms"]] == [*range(2, 9), None]
@@ -81,6 +83,7 @@ def test_figures_of_the_experiments(reported):
     ]
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_nothing_again(source, reported, capsys, monkeypatch):
     before = {file: file.read_bytes() for file in reported.rglob("*.json")}
     monkeypatch.setattr(reproduce.frontier, "encoded_model", None)
@@ -91,6 +94,7 @@ def test_a_second_run_measures_nothing_again(source, reported, capsys, monkeypat
     assert before == {file: file.read_bytes() for file in reported.rglob("*.json")}
 
 
+@pytest.mark.slow
 def test_only_what_other_settings_touch_is_measured_again(source, reported, tmp_path, capsys, monkeypatch):
     folder = shutil.copytree(reported, tmp_path / "report")
     before = {file.name: file.read_bytes() for file in folder.glob("*.json")}
@@ -181,6 +185,7 @@ def test_a_folder_of_something_else_is_not_touched(source, tmp_path, capsys):
     assert (tmp_path / "report.md").read_text() == "my notes" and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_plot_draws_a_report_again(reported, tmp_path, capsys):
     code, out, err = run(capsys, "plot", reported, "--output-dir", tmp_path / "pictures", "--json")
     assert code == 0, err

@@ -59,6 +59,7 @@ def test_memory_is_free_at_once_and_the_model_is_that_of_fewer_planes(tiny_encod
     assert torch.equal(logits(model), logits(dpamoe.load(tiny_saved, k_max=4)))
 
 
+@pytest.mark.slow
 def test_thresholds_follow_the_planes_held(tiny_model, tiny_dir, monkeypatch):
     monkeypatch.setattr(sensitivity, "TOKENS", 1000)
     text = (tiny_dir.parent / "text" / "calibration.txt").read_text(encoding="utf-8")[:12_000]

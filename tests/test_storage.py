@@ -272,6 +272,7 @@ def test_the_card_starts_with_the_import(tiny_saved):
     assert "budget=4" in code[1]
 
 
+@pytest.mark.slow
 def test_transformers_alone_finds_no_weights(tiny_saved):
     """A process that never imports dpamoe must fail, not make up experts."""
     code = """

@@ -123,7 +123,7 @@ def shares(model, tokenizer):
     return raw / len(ENDINGS), normed / len(ENDINGS), pairs / len(PAIRS)
 
 
-@pytest.mark.parametrize("kind", ["plain", "encoded"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("encoded", marks=pytest.mark.slow)])
 def test_accuracy_is_that_of_log_likelihoods_by_hand(kind, request, folder, tokenizer):
     model = request.getfixturevalue(kind)
     endings, normed, pairs = shares(model, tokenizer)
@@ -232,6 +232,7 @@ def test_without_lm_eval_there_is_one_sentence(folder, monkeypatch):
         tasks.check_tasks(["pairs"], folder)
 
 
+@pytest.mark.slow
 def test_no_network_no_cache_and_the_environment_as_it_was(folder, tiny_dir, tmp_path):
     code = """
 import os, socket, sys

@@ -161,6 +161,7 @@ def test_a_level_follows_by_hand():
         assert float(shift) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 5000])
 def test_a_held_average_comes_back(layers, random_pairs, tokens, skip):

@@ -388,6 +388,7 @@ def tiny_batches(tiny_dir, tiny_encoded):
     return id_batches(tiny_encoded(), ids, samples=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p, least, most", [(0.25, 1.3, 1.7), (0.5, 2.7, 3.1), (0.75, 3.8, 3.95), (0.9, 3.99, 4.0)])
 def test_active_experts_of_the_shipped_model(tiny_encoded, tiny_batches, p, least, most):
     """Measured 1.49, 2.89, 3.87, 3.999 of 4 (the paper's larger models, with 8 and more active: 4.0 at p = .25)."""

@@ -32,6 +32,7 @@ def test_stand_ins_take_no_memory_and_leave_no_trace():
     assert model[0].weight.is_meta and model[1].weight is kept
 
 
+@pytest.mark.slow
 def test_a_model_of_thirty_billion_weights_has_all_its_sites():
     config = Qwen3MoeConfig(
         num_hidden_layers=48, hidden_size=2048, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
