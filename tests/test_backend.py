@@ -10,6 +10,8 @@ import dpamoe
 from dpamoe.modules import encoded_experts
 from dpamoe.passes.backend import compile_backend
 
+from .marks import some_slow
+
 
 @pytest.fixture
 def graphs(monkeypatch):
@@ -52,10 +54,7 @@ def test_experts_and_allocator_are_fused_in_one_graph(transformed, random_ids, g
     assert ops(gm) == ["linear_route", "routed_ffn_counted"] * 2 and patches == options
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("family", some_slow(["qwen3_moe", "gpt_oss", "deepseek_v3"], ["gpt_oss"]))
 def test_counts_are_those_of_eager(transformed, random_ids, graphs, family):
     _, model = transformed(family)
     compiled = torch.compile(model, backend="dpamoe", fullgraph=True)
@@ -118,6 +117,7 @@ def test_the_graph_of_dynamo_is_not_touched(transformed, random_ids, graphs):
     assert held == [True] and "routed_ffn_counted" in ops(graphs[0][0])
 
 
+@pytest.mark.slow
 def test_a_changed_spend_is_followed(transformed, random_ids, graphs):
     """Another allocation is another computation: compiled anew, and right."""
     _, model = transformed("qwen3_moe")

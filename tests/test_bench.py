@@ -172,6 +172,7 @@ def test_whole_models(folder, run):
     assert encoded - plain == 2 * (8 * 9 * 4 + 8 * 8 * 4 + 4 * 4 + 9 * 8 + 8)
 
 
+@pytest.mark.slow
 def test_a_whole_model_at_a_time_in_either_order(folder, monkeypatch):
     alive = weakref.WeakSet()
 

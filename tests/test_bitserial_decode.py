@@ -10,6 +10,7 @@ from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
 from .in_fp64 import error
 from .layouts import held, once
+from .marks import some_slow
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
@@ -37,7 +38,7 @@ def rows(tokens, width):
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens))
 
 
-@pytest.mark.parametrize("held", [1, pytest.param(3, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("held", some_slow((1, 3, 8), (1,)))
 def test_planes_in_shared_memory_and_as_they_stand(bits_on_cpu, block, monkeypatch, held):
     """Slots from 0 to 8 planes; one is padding, and one token has nothing else."""
     monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
@@ -51,7 +52,7 @@ def test_planes_in_shared_memory_and_as_they_stand(bits_on_cpu, block, monkeypat
     assert not bits_on_cpu.ffn(x[1:2], ids[1:2], gates[1:2], chunks[1:2], *layer).any()
 
 
-@pytest.mark.parametrize("k", [1, 3, 8, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 4, 5, 6, 7))])
+@pytest.mark.parametrize("k", some_slow(range(1, 9), (1, 3, 8)))
 def test_every_number_of_planes(bits_on_cpu, block, k):
     layer, x, ids = block(hidden=128, activation="silu"), rows(1, 128), torch.tensor([[2]])
     gates, chunks = torch.rand(1, 1), torch.full((1, 1), k, dtype=torch.int32)
@@ -65,7 +66,10 @@ def test_activations(bits_on_cpu, block, activation):
     assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 3)])
+WIDTHS = [(384, 128, 2), (2176, 128, 1), (128, 384, 3)]
+
+
+@pytest.mark.parametrize("hidden, inner, active", some_slow(WIDTHS, WIDTHS[:2]))
 def test_widths_that_are_no_whole_pieces(bits_on_cpu, block, random_pairs, hidden, inner, active):
     """Odd numbers of groups, and more pieces than warps."""
     layer = block(hidden=hidden, inner=inner, activation="silu", bias=False)

@@ -9,6 +9,7 @@ from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import is_gated
 
 from .in_fp64 import error
+from .marks import some_slow
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
@@ -49,9 +50,7 @@ def make(random_encoded, experts, hidden, inner, activation, planes=8):
     return up, torch.randn(experts, rows), down, torch.randn(experts, 64), activation
 
 
-@pytest.mark.parametrize(
-    "experts, held", [(3, 2), (40, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (40, 2)))]
-)
+@pytest.mark.parametrize("experts, held", some_slow([(3, 2), (40, 8), (3, 8), (40, 2)], [(3, 2), (40, 8)]))
 def test_pairs_of_an_expert_with_planes_of_their_own(many, bits_on_cpu, random_encoded, monkeypatch, held, experts):
     """Experts of three pairs, of one and of none, 0 to 8 planes, padding; more experts than pairs, or fewer."""
     monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
@@ -61,7 +60,7 @@ def test_pairs_of_an_expert_with_planes_of_their_own(many, bits_on_cpu, random_e
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("hidden, inner", [(384, 256), (2176, 128)])
+@pytest.mark.parametrize("hidden, inner", some_slow([(384, 256), (2176, 128)], [(384, 256)]))
 def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     layer = make(random_encoded, 2, hidden, inner, "silu_mul")
     x, ids, gates = torch.randn(2, hidden), torch.tensor([[0], [0]]), torch.rand(2, 1)
@@ -69,7 +68,8 @@ def test_widths_that_are_no_whole_pieces(many, random_encoded, hidden, inner):
     assert error(many(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("activation", [pytest.param("silu_mul", marks=pytest.mark.slow), "gelu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu"])
 def test_more_pairs_of_an_expert_than_sums_are_exchanged_of_at_once(many, random_encoded, activation):
     """Nine, and eight; the same alone."""
     layer = make(random_encoded, 2, 128, 128, activation, planes=2)

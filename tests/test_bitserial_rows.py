@@ -8,6 +8,7 @@ pytest.importorskip("triton.experimental.gluon")
 from dpamoe.kernels import bitserial_product, bitserial_rows
 
 from .layouts import held, once
+from .marks import some_slow
 
 
 def cut(bits):
@@ -38,7 +39,7 @@ def test_rows_of_any_stride(bits_on_cpu, random_encoded, inputs):
     assert torch.equal(bits_on_cpu.order_pairs(x, ids, chunks, weight, None)[0], bits)
 
 
-@pytest.mark.parametrize("experts", [2, 5, 48, 130])
+@pytest.mark.parametrize("experts", some_slow((2, 5, 48, 130), (2, 130)))
 @pytest.mark.parametrize("tokens, active", [(1, 16), (3, 10), (7, 6), (24, 2), (40, 1)])
 def test_pairs_in_the_order_of_their_experts(bits_on_cpu, random_encoded, experts, tokens, active):
     """Each expert's pairs stand together, in their own order, once, with their planes; padding stands in no entry.

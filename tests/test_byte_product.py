@@ -8,6 +8,7 @@ pytest.importorskip("triton.experimental.gluon")
 from dpamoe.kernels.reference import is_gated
 
 from .in_fp64 import error
+from .marks import some_slow
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
 
@@ -53,7 +54,7 @@ def test_planes_in_shared_memory_and_as_they_stand(ffn, bits_on_cpu, block, monk
     assert not ffn(x[1:2], ids[1:2], gates[1:2], chunks[1:2], *layer).any()
 
 
-@pytest.mark.parametrize("group, width", [(64, 128), (-1, 128), pytest.param(128, 256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group, width", some_slow([(64, 128), (-1, 128), (128, 256)], [(64, 128)]))
 def test_groups_of_more_inputs(ffn, block, group, width):
     layer, x = block(group=group, hidden=width, inner=width), torch.randn(2, width)
     ids, gates = torch.tensor([[0, 2], [1, 2]]), torch.rand(2, 2)

@@ -133,6 +133,7 @@ def test_convert_reports_what_it_encoded_and_wrote(converted):
     ]
 
 
+@pytest.mark.slow
 def test_convert_prints_the_count_of_experts_for_people(run, source, texts, tmp_path):
     flags = ("--group-size", 48, "--k-max", 3, "--budget", 2.5, "--scale-mode", "tied")
     code, out, err = run("convert", source, "--output-dir", tmp_path / "out", "--calibration", texts / "heldout.txt", *flags)
@@ -148,6 +149,7 @@ def test_convert_prints_the_count_of_experts_for_people(run, source, texts, tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["source"] is not None
 
 
+@pytest.mark.slow
 def test_convert_without_calibration_lets_the_model_write(run, source, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "WRITTEN_TOKENS", 32)
     code, _, err = run("convert", source, "--output-dir", tmp_path / "out", "--k-max", 2, "--budget", 2)
@@ -217,6 +219,7 @@ def test_eval_of_an_original_folder_equals_that_of_its_encoded_one(run, source, 
     assert by_name(here) == pytest.approx(by_name(there), rel=0.02)
 
 
+@pytest.mark.slow
 def test_eval_for_people_with_a_picture(run, encoded, source, texts, tmp_path):
     code, out, err = run(
         "eval", encoded, "--text", texts / "heldout.txt", "--budgets", "2,4.5", "--max-tokens", 300, "--seqlen", 64,
@@ -480,6 +483,7 @@ def test_an_expert_of_zeros_is_encoded(run, damaged, texts, tmp_path):
     assert torch.isfinite(table).all() and not table[5, 1:].any()
 
 
+@pytest.mark.slow
 def test_calibration_that_reaches_few_experts(run, source, tmp_path):
     (tmp_path / "short.txt").write_text("One word.")
     code, out, err = run("convert", source, "--output-dir", tmp_path / "out", "--calibration", tmp_path / "short.txt", "--json")
@@ -640,6 +644,7 @@ def test_the_installed_program(tmp_path):
     assert done.stderr.splitlines() == [f"dpamoe inspect: error: model folder {tmp_path / 'nowhere'} does not exist"]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(encoded):
     command = f"{shlex.quote(str(PROGRAM))} inspect {shlex.quote(str(encoded))} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -81,6 +81,7 @@ def test_a_batch_file(run, models, text):
     assert code == 1 and "no model was named" in err
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(run, tiny_dir, text, tmp_path):
     arguments = ("convert", tiny_dir, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
     code, out, err = run(*arguments, "--dry-run", "--json")
@@ -152,6 +153,7 @@ def test_jobs_have_the_defaults_of_the_command():
     assert (job.spend.budget, job.spec, job.resume, job.device) == (4.0, dpamoe.EncodeSpec(), True, "cpu")
 
 
+@pytest.mark.slow
 def test_what_stays_as_it_is_is_said_and_counted(run, tiny_dir, text, tmp_path):
     arguments = ("convert", tiny_dir, "--output-dir", tmp_path / "out", "--calibration", text, *FLAGS)
     code, out, _ = run(*arguments, "--ignore", "model.layers.0.*", "--ignore", "model.layers.2.*")
@@ -248,6 +250,7 @@ def test_no_place_for_the_results_of_several(run, tiny_dir, tmp_path, place):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_relative_folders_and_links(run, tiny_dir, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tiny_dir)

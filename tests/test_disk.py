@@ -113,6 +113,7 @@ def test_a_disk_that_is_too_small(on_disk):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_read_only(on_disk):
     said, _ = on_disk("read-only")
     assert len(said) == 1 and "which should hold out, cannot be written to: choose another place" in said[0]

@@ -13,6 +13,7 @@ from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
 from dpamoe.passes.routing import fuse_routing
 
 from . import graphs
+from .marks import some_slow
 
 OPS = torch.ops.dpamoe
 RULES = {  # score, norm, scale, groups, kept groups, their score
@@ -49,8 +50,11 @@ def results(gm, inputs):
     return [t for t in out if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", sorted(RULES))
+CASES = [(family, dtype) for family in sorted(RULES) for dtype in (torch.float32, torch.bfloat16)]
+FAST = [(family, torch.float32) for family in ("qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe")]
+
+
+@pytest.mark.parametrize("family, dtype", some_slow(CASES, FAST))
 def test_routers_of_transformers(transformed, random_ids, family, dtype):
     model = transformed(family)[1].to(dtype)
     for parameter in model.parameters():

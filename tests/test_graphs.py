@@ -54,6 +54,7 @@ def test_graph_before_and_after(random_model, random_ids, tolerance, snapshot, f
         assert {"before": before, "after": after} == snapshot
 
 
+@pytest.mark.slow
 def test_compiles_over_many_lengths(transformed, random_ids):
     """The first single token, then one graph for every other length."""
     _, model = transformed("qwen3_moe")

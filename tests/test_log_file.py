@@ -43,6 +43,7 @@ def test_a_conversion_from_begin_to_end(run, arguments, tmp_path):
     assert {line.removeprefix("dpamoe: ") for line in err.splitlines()} <= set(said)
 
 
+@pytest.mark.slow
 def test_a_failure_is_kept_and_the_next_run_is_added(run, arguments, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")

@@ -9,6 +9,8 @@ from torch import nn
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
 from dpamoe.kernels import reference
 
+from .marks import some_slow
+
 OPS = torch.ops.dpamoe
 EXPERTS, ACTIVE, WIDTH, INNER, GROUP = 4, 3, 20, 12, 8
 
@@ -61,11 +63,10 @@ def test_opcheck_matmul(random_encoded, random_pairs, tokens, per_slot, tied):
     torch.library.opcheck(OPS.expert_matmul.default, (x, ids, chunks, *opened(weight), GROUP))
 
 
-@pytest.mark.parametrize(
-    "tokens, dtype",
-    [(3, torch.bfloat16)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, torch.float32), (0, torch.float32), (0, torch.bfloat16))],
-)
+CASES = [(tokens, dtype) for tokens in (0, 3) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("tokens, dtype", some_slow(CASES, CASES[-1:]))
 def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     ids, gates, chunks = random_pairs(tokens, ACTIVE, EXPERTS)
     x, biases = rows(tokens).to(dtype), (torch.ones(EXPERTS, 2 * INNER), torch.ones(EXPERTS, WIDTH))

@@ -9,6 +9,8 @@ from dpamoe.modules import encoded_experts
 from dpamoe.passes import plain
 from dpamoe.passes.backend import compile_backend
 
+from .marks import some_slow
+
 OPTIONS = {"group_size": 32}
 
 
@@ -25,9 +27,7 @@ def compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", *(pytest.param(family, marks=pytest.mark.slow) for family in ("olmoe", "deepseek_v3"))]
-)
+@pytest.mark.parametrize("family", some_slow(["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"], ["qwen3_moe", "gpt_oss"]))
 def test_a_plain_model_equals_a_transformed_one_with_the_same_table(
     random_model, random_ids, compiled, monkeypatch, tmp_path, tolerance, family
 ):

@@ -350,6 +350,7 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     assert [file.name for file in plot.draw_all(only_tasks)] == ["frontier_accuracy.png", "frontier_accuracy.svg"]
 
 
+@pytest.mark.slow
 def test_a_folder_without_results_is_told_from_a_damaged_one(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match="holds no results.json: give the --output-dir of a finished `dpamoe eval`"):

@@ -18,6 +18,7 @@ from dpamoe import calibration, checkpoint, convert, files, journal, shards
 from dpamoe.convert import Job
 
 from . import sources
+from .marks import some_slow
 from .sources import contents
 
 SPEC = dpamoe.EncodeSpec(group_size=32, iterations=1)
@@ -96,7 +97,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", some_slow(CUTS, ("journaled", "named")))
 def test_going_on_after_a_cut_anywhere(source, unbroken, monkeypatch, cut):
     out = folder(source, f"cut {cut}")
     with monkeypatch.context() as counted:

@@ -15,6 +15,8 @@ import dpamoe
 from dpamoe import tasks
 from dpamoe.modules import encoded_experts
 
+from .marks import some_slow
+
 lm_eval = pytest.importorskip("lm_eval")
 
 ENDINGS = [
@@ -123,7 +125,7 @@ def shares(model, tokenizer):
     return raw / len(ENDINGS), normed / len(ENDINGS), pairs / len(PAIRS)
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("encoded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", some_slow(["plain", "encoded"], ["plain"]))
 def test_accuracy_is_that_of_log_likelihoods_by_hand(kind, request, folder, tokenizer):
     model = request.getfixturevalue(kind)
     endings, normed, pairs = shares(model, tokenizer)
@@ -136,6 +138,7 @@ def test_accuracy_is_that_of_log_likelihoods_by_hand(kind, request, folder, toke
     assert found["stderr"]["pairs"] == pytest.approx(math.sqrt(pairs * (1 - pairs) / (len(PAIRS) - 1)))
 
 
+@pytest.mark.slow
 def test_batches_make_no_difference_and_the_budget_stays(folder, tokenizer, encoded):
     chosen = tasks.check_tasks(["both"], folder)
     dpamoe.stats(encoded, reset=True)

@@ -8,6 +8,8 @@ import torch
 from dpamoe.kernels import grouped, reference
 from dpamoe.kernels.allocation import Thresholds
 
+from .marks import some_slow
+
 te = pytest.importorskip("dpamoe.kernels.triton_experts")
 threshold = pytest.importorskip("dpamoe.kernels.triton_threshold")
 
@@ -101,7 +103,10 @@ def test_planes_are_counted(random_pairs, tokens):
     assert torch.equal(spent.cpu() - torch.arange(9), torch.bincount(chunks.flatten(), minlength=9))
 
 
-@pytest.mark.parametrize("part, dtype", [(0, torch.float32), (1, torch.bfloat16), (2, torch.float16)])
+DTYPES = [(0, torch.float32), (1, torch.bfloat16), (2, torch.float16)]
+
+
+@pytest.mark.parametrize("part, dtype", some_slow(DTYPES, DTYPES[:1]))
 def test_decode_finds_the_same_planes(layer, part, dtype):
     ids, gates = (t[part::3] for t in routing(dtype, tokens=0))  # every expert with every gate, in one of the three
     gates = gates.masked_fill(gates.isinf(), 2.0)  # an output of numbers, but for the gates that are none

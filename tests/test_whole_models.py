@@ -11,6 +11,7 @@ import dpamoe
 from dpamoe.modules import encoded_experts
 from dpamoe.sites import Site
 
+from .marks import some_slow
 from .test_families import SMALL, blocks, shrink, write_back
 
 AT_LEAST = 50
@@ -22,7 +23,7 @@ COMPILED = [
     "qwen3_moe", "deepseek_v3", "gpt_oss", "dbrx", "ernie4_5_moe", "gemma4_text", "granitemoe", "hy_v4", "longcat_flash",
     "minimax_m3_vl_text", "mixtral", "phimoe",
 ]  # fmt: skip
-COMPILED_FAST = 2
+COMPILED_FAST = 1
 INDUCTOR = ["qwen3_moe", "gpt_oss", "hy_v4"]
 LENGTHS = (1, 2, 3, 7, 64, 513)
 SPEC = dpamoe.EncodeSpec(group_size=16)
@@ -146,10 +147,6 @@ def write(model: nn.Module, **settings) -> torch.Tensor:
         input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=6, max_new_tokens=6,
         pad_token_id=0, **settings,
     )  # fmt: skip
-
-
-def some_slow(kinds: list[str], fast) -> list:
-    return [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in kinds]
 
 
 @pytest.mark.parametrize("kind", some_slow([kind for kind in model_types() if kind not in REFUSED], FAST))
