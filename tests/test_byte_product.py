@@ -71,7 +71,10 @@ def test_weights_of_fewer_planes(ffn, bits_on_cpu, block, monkeypatch, planes, h
     assert error(ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
-@pytest.mark.parametrize("hidden, inner, active", [(384, 128, 2), (2176, 128, 1), (128, 384, 2)])
+WIDTHS = [(384, 128, 2), (2176, 128, 1), (128, 384, 2)]
+
+
+@pytest.mark.parametrize("hidden, inner, active", some_slow(WIDTHS, WIDTHS[:2]))
 def test_widths_that_are_no_whole_pieces(ffn, block, random_pairs, hidden, inner, active):
     """Odd numbers of groups of 128, and more pieces than warps."""
     layer = block(hidden=hidden, inner=inner, activation="silu", bias=False)

@@ -263,7 +263,7 @@ def masked_by_group(logits, bias):
     return ids, gates
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("tokens", some_slow([1, 2, 40], [40]))
 @pytest.mark.parametrize(
     "route, op, rule",
     [

@@ -23,7 +23,6 @@ COMPILED = [
     "qwen3_moe", "deepseek_v3", "gpt_oss", "dbrx", "ernie4_5_moe", "gemma4_text", "granitemoe", "hy_v4", "longcat_flash",
     "minimax_m3_vl_text", "mixtral", "phimoe",
 ]  # fmt: skip
-COMPILED_FAST = 1
 INDUCTOR = ["qwen3_moe", "gpt_oss", "hy_v4"]
 LENGTHS = (1, 2, 3, 7, 64, 513)
 SPEC = dpamoe.EncodeSpec(group_size=16)
@@ -193,7 +192,8 @@ def test_a_refused_model_is_left_as_it_is(kind):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", some_slow(COMPILED, COMPILED[:COMPILED_FAST]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED)
 def test_one_graph_for_all_budgets_and_three_for_all_lengths(kind):
     """fullgraph=True forbids graph breaks. The first graph is made for the sizes that Dynamo saw, the second for a single
     token, the third for any number of tokens: one more than a site alone, which is called with a symbolic size at once."""
