@@ -31,6 +31,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes would wa
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
+# by minutes that their slow tests take; the first ones begin together
+LONGEST = ("test_quality", "test_convert_memory", "test_triton_compile", "test_cli_jobs", "test_stream", "test_whole_models")
+
 TOLERANCES = {
     torch.float32: 1e-4,  # sums of up to a few hundred products, added in another order
     torch.bfloat16: 2e-2,  # 8 bits of mantissa
@@ -72,6 +75,11 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files come first, so that in the end no process is alone with one of them."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(autouse=True)
