@@ -114,15 +114,20 @@ def under_way_together(cut: Cut, *weights: EncodedWeight) -> bool:
 
     Before Triton 3.9 its assembler saw that these are the same; now, if they leave it no registers, it waits for each product.
     """
-    words = [words_at_once(weight) for weight in weights]
-    unpacked = max(32 * blocks_at_once(cut, each) + 4 * (blocks_at_once(cut, each) == each) for each in words)  # 4: its offsets
-    return triton_experts.SPARING or len(cut.widths) * unpacked + sum(cut.widths) // 2 <= cut.registers[0] - REST
+    if triton_experts.SPARING:
+        return True
+    unpacked = 0
+    for weight in weights:
+        words = words_at_once(weight)
+        blocks = blocks_at_once(cut, words)
+        unpacked = max(unpacked, 32 * blocks + 4 * (blocks == words))  # with the offsets, behind the last block of a stretch
+    return len(cut.widths) * unpacked + sum(cut.widths) // 2 <= cut.registers[0] - REST
 
 
 def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> Cut:
     """The cut for so many pairs of these weights; one_k: whether most experts have pairs of one k alone."""
-    room = [cut for most, cut in (CUTS_OF_ONE_K if one_k else CUTS) if pairs <= most * experts]
-    room = [cut for cut in room if shared_memory(cut, *weights) <= SHARED]
+    cuts = CUTS_OF_ONE_K if one_k else CUTS
+    room = (cut for most, cut in cuts if pairs <= most * experts and shared_memory(cut, *weights) <= SHARED)
     return next(cut for cut in room if not one_k or under_way_together(cut, *weights))
 
 

@@ -51,7 +51,6 @@ TYPES = {
     "tiles": "*i32", "counts": "*i32", "ready": "*fp16", "rows": "*bf16", "peaks": "*fp32", "up_scale": "*fp16",
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
-WAIT = "WARPGROUP.DEPBAR"  # for products of a warp group
 MULTIPLES_OF_16 = ("x_token", "x_slot", "x_row")
 FIXED = {"E": EXPERTS, "C": PLANES, "TIED": False, "BIAS": False, "GROUP": GROUP, "ASM": True}
 UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": "silu_mul", "GATED": True}
@@ -270,7 +269,7 @@ def hopper(card):
                 title = f"hopper {name} {cut.widths} by {cut.groups}{', one k' if one_k else ''}"
                 if title not in found:
                     words = hopper_experts.words_at_once(weight)
-                    found[title] = hopper_kernel(card, sizes, cut, one_k, words, ("HGMMA", WAIT))
+                    found[title] = hopper_kernel(card, sizes, cut, one_k, words, ("HGMMA", "WARPGROUP.DEPBAR"))
                     found[title]["most"] = hopper_experts.shared_memory(cut, weight)
     return found
 

@@ -61,8 +61,8 @@ def test_every_number_of_planes(bits_on_cpu, block, k):
 
 @pytest.mark.parametrize("activation", some_slow(ACTIVATIONS, ("silu_mul", "swigluoai", "gelu", "relu2")))
 def test_activations(bits_on_cpu, block, activation):
-    layer, x, ids = block(hidden=128, activation=activation), rows(1, 128), torch.tensor([[2]])
-    gates, chunks = torch.rand(1, 1), torch.tensor([[3]], dtype=torch.int32)
+    layer, x, ids = block(hidden=128, activation=activation), rows(1, 128), torch.tensor([[2, 0]])
+    gates, chunks = torch.rand(1, 2), torch.tensor([[3, 6]], dtype=torch.int32)
     assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 

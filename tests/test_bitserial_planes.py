@@ -7,6 +7,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from dpamoe.kernels import allocation, reference
 
+from .marks import some_slow
+
 EXPERTS = 6
 SLOTS = [1, 2, 3, 6, 8, 10, 16]
 
@@ -108,9 +110,7 @@ def test_slots_one_by_one(block, convex_table, rule):
     assert torch.equal(found, block(ids, gates, expected, None))
 
 
-@pytest.mark.parametrize(
-    "rule, tokens", [("threshold", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("rank", 2), ("rank", 9)))]
-)
+@pytest.mark.parametrize("rule, tokens", some_slow([("threshold", 2), ("rank", 2), ("rank", 9)], [("threshold", 2)]))
 def test_planes_are_counted(bits_on_cpu, random_encoded, convex_table, rule, tokens):
     """In a call of few pairs, and in one whose pairs are put in order; padding has no planes."""
     (ids, gates), k_max = routing(tokens, 4), torch.tensor(7, dtype=torch.int32)

@@ -40,7 +40,7 @@ def block(random_encoded):
     return make
 
 
-@pytest.mark.parametrize("held", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("held", some_slow([2, 8], [2]))
 def test_planes_in_shared_memory_and_as_they_stand(ffn, bits_on_cpu, block, monkeypatch, held):
     """Slots from 0 to 8 planes, up to four in one call; one is padding, and one token has nothing else."""
     monkeypatch.setattr(bits_on_cpu, "planes_held", lambda *given: held)
@@ -101,7 +101,7 @@ def test_a_number_that_is_none_stays_in_its_token(ffn, block):
     assert found[1].isnan().all() and error(found[:1], x[:1], ids[:1], gates[:1], chunks[:1], layer) < ERROR
 
 
-@pytest.mark.parametrize("held", [8, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("held", some_slow([8, 3], [8]))
 def test_pairs_of_an_expert_that_read_more_or_fewer_planes(bits_on_cpu, block, monkeypatch, held):
     """What one pair reads beyond another does not reach it."""
     monkeypatch.setattr(bits_on_cpu, "FEW", 0)

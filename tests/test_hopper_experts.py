@@ -12,7 +12,7 @@ KINDS = {"32": (32, 384, False), "64": (64, 512, False), "128": (128, 768, False
          "64 tied": (64, 512, True), "128 tied": (128, 1024, True)}  # fmt: skip
 
 
-@pytest.fixture(params=[False, True], ids=["copies", "sparing"])
+@pytest.fixture(params=[True, False], ids=["sparing", "copies"])
 def sparing(request, monkeypatch):
     """Triton as it was before 3.9, and from then on."""
     monkeypatch.setattr(triton_experts, "SPARING", request.param)

@@ -16,6 +16,7 @@ from dpamoe.kernels import grouped
 from dpamoe.kernels.hopper_experts import Cut
 from dpamoe.kernels.layout import EncodedWeight, pack_signs
 
+from .marks import some_slow
 from .warp_groups import Barrier, Groups, Part
 
 EXPERTS, ROWS = 4, 72  # one whole warp group, and 8 rows for the next
@@ -250,7 +251,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize("seed", some_slow(range(5), [0]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(hopper_on_cpu, fault, seed):
     cut, change, said = FAULTS[fault]

@@ -16,6 +16,8 @@ from dpamoe.modules import EncodedExperts, encoded_experts
 from dpamoe.passes.backend import compile_backend
 from dpamoe.sites import ExpertLayout, Site, Stack
 
+from .marks import some_slow
+
 IDS = torch.randint(3, 2048, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -99,7 +101,7 @@ def test_every_way_to_encode(random_model, random_ids, tmp_path, spec):
 
 
 @pytest.mark.parametrize("start", [8, 4])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("dpamoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", some_slow(["eager", "dpamoe"], ["eager"]))
 def test_a_compiled_model_compiles_nothing_anew(transformed, random_ids, tmp_path, backend, start, tolerance):
     from torch._dynamo.utils import counters
 

@@ -5,6 +5,8 @@ import torch
 
 from dpamoe.kernels import grouped, reference
 
+from .marks import some_slow
+
 te = pytest.importorskip("dpamoe.kernels.triton_experts")
 triton_sort = pytest.importorskip("dpamoe.kernels.triton_sort")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,7 +125,7 @@ def test_any_magnitude_of_rows(random_pairs, layer, path):
     assert not run(path, torch.zeros(3, 64), ids, gates, chunks, made).any()
 
 
-@pytest.mark.parametrize("experts, active, tokens", [(1, 1, 17), (5, 3, 9), pytest.param(60, 6, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts, active, tokens", some_slow([(1, 1, 17), (5, 3, 9), (60, 6, 3)], [(1, 1, 17), (5, 3, 9)]))
 def test_prefill_sorts_any_routing(random_pairs, layer, experts, active, tokens):
     made = layer(width=32, inner=32, experts=experts)
     ids, gates, chunks = routing(random_pairs, tokens, active, experts)
