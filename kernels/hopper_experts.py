@@ -34,7 +34,7 @@ class Cut:
 
     widths: tuple[int, ...]
     groups: int
-    kept: int  # at least as many as are unpacked at once
+    kept: int  # a multiple of how many are unpacked at once
     whole: bool = False
 
     @property

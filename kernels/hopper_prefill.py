@@ -124,8 +124,7 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
             if cut.EACH:
                 phases = phases ^ used_of(tile[2], cut.P)
             else:
-                for i in gl.static_range(B):
-                    mbarrier.arrive(x_empty.index((number + i) % cut.NS), count=1)
+                mbarrier.arrive(x_empty.index(number % cut.NS // B), count=1)
             number += B
             if B == W:
                 mbarrier.arrive(plane_empty.index(stage), count=1)

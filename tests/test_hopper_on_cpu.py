@@ -102,7 +102,7 @@ LARGER = {
     "seven slices": (64, 768, Cut((64, 32, 32, 16, 16, 16, 16), 2, 2, whole=True), False, ALL),
     "rows of four slices": (128, 512, Cut((32, 16, 16, 8), 3, 2, whole=True), False, ALL),
     "a wrong guess, wide slices": (128, 768, Cut((64,) * 3, 2, 2, whole=True), True, ALL),
-    "many tiles": (128, 512, Cut((8, 8), 2, 3, whole=True), False, ALL),
+    "many tiles": (128, 512, Cut((8, 8), 2, 4, whole=True), False, ALL),
 }
 
 
@@ -123,7 +123,7 @@ def test_eight_planes_and_longer_rows(hopper_on_cpu, case):
     assert error(found, expected(x, ids, chunks, weight)) < EXACT
 
 
-@pytest.mark.parametrize("cut", [Cut((16, 8), 2, 4, whole=True), Cut((16, 8), 3, 2), Cut((8, 8, 8), 2, 3, whole=True)])
+@pytest.mark.parametrize("cut", [Cut((16, 8), 2, 4, whole=True), Cut((16, 8), 3, 2), Cut((8, 8, 8), 2, 4, whole=True)])
 def test_tiles_of_one_k_with_some_or_all_slices(hopper_on_cpu, cut):
     """25 pairs of an expert fill a tile of 24 and a slice of the next; half of them, one or two slices."""
     weight, (x, ids, chunks) = few_bits(256, 64, 2), routed([2], 256, 26)
@@ -135,7 +135,7 @@ def test_tiles_of_one_k_with_some_or_all_slices(hopper_on_cpu, cut):
 
 
 TIED = {
-    "group 64": (64, 256, Cut((16, 8, 8), 2, 3, whole=True), False),
+    "group 64": (64, 256, Cut((16, 8, 8), 2, 4, whole=True), False),
     "group 128": (128, 512, Cut((8,), 2, 2), True),
 }
 
