@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from dpamoe.kernels import allocation, grouped, paths, reference
+from dpamoe.kernels.checks import (
+    check_activation,
+    check_chunks,
+    check_pairs,
+    check_rows,
+    check_spent,
+    check_table,
+    check_thresholds,
+)
 from dpamoe.kernels.define import define, define_counted
 from dpamoe.kernels.layout import EncodedWeight
-from dpamoe.kernels.reference import ACTIVATIONS, is_gated
+from dpamoe.kernels.reference import is_gated
 
 BITS = "1-bit and 8-bit products"
 ALLOCATED_INSIDE = 32  # active experts up to which the decode kernel allocates by itself, in one warp
@@ -81,105 +90,74 @@ def _path(x: Tensor, expert_ids: Tensor, weight: EncodedWeight, inner: int, gate
     return paths.choose(shape, expert_ids.shape[0], x.device, bits)
 
 
-def _check_pairs(expert_ids: Tensor, **others: Tensor) -> None:
-    for name, tensor in others.items():
-        if tensor.shape != expert_ids.shape or expert_ids.dim() != 2:
-            found = f"{name} {list(tensor.shape)} and expert_ids {list(expert_ids.shape)}"
-            raise ValueError(f"{found} must both be [tokens, active experts]: pass the router's outputs as they are")
-
-
-def _check_chunks(chunks: Tensor, planes: list[Tensor]) -> None:
-    if chunks.device.type == "cpu" and chunks.numel() and not 0 <= int(chunks.min()) <= int(chunks.max()) <= len(planes):
-        raise ValueError(
-            f"chunks run from {int(chunks.min())} to {int(chunks.max())}, the weight holds {len(planes)} planes: "
-            f"use 0 to {len(planes)}, or load more planes"
-        )
-
-
-def _check_rows(x: Tensor, expert_ids: Tensor, weight: EncodedWeight) -> None:
-    if x.shape[0] != expert_ids.shape[0] or (x.dim() == 3 and x.shape[1] != expert_ids.shape[1]):
-        raise ValueError(f"x {list(x.shape)} has other rows than expert_ids {list(expert_ids.shape)}")
-    bytes_needed = -(-x.shape[-1] // 8)
-    if weight.planes[0].shape[-1] != bytes_needed:
-        raise ValueError(
-            f"x has {x.shape[-1]} features, which need planes of {bytes_needed} bytes a row; "
-            f"these have {weight.planes[0].shape[-1]}: the weight was encoded for another input"
-        )
-
-
-def _check_activation(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is not fused: use one of {', '.join(ACTIVATIONS)}, or two expert_matmul")
-
-
-def _check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: int) -> None:
-    _check_pairs(expert_ids, gates=gates)
-    if residuals.dim() != 2 or not 0 <= k_min < residuals.shape[1]:
-        raise ValueError(
-            f"residuals {list(residuals.shape)} must be [experts, k_max + 1], column k the error with k planes, "
-            f"and k_min ({k_min}) one of its columns"
-        )
-
-
-def _check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor) -> None:
-    _check_pairs(expert_ids, gates=gates)
-    if thresholds.dim() != 2:
-        raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
-
-
 def _allocate(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
-) -> Tensor:
+    spent: Tensor | None, gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int,
+    convex: bool = False,
+) -> Tensor:  # fmt: skip
     """Planes for every selected expert: minimise sum of gate^2 * residuals[expert, k] within the token's budget, exactly.
 
     gates float [T, A]; expert_ids int [T, A]; residuals fp32 [E, C + 1] (column k: error with k planes, inf where k is not
     allowed); budget fp32 0-d or [T], average planes per expert; k_max int 0-d; k_min planes at least. Returns int32 [T, A];
     each row sums to floor(A * budget + 1/2), clamped to A k_min … A k_max, or to the next smaller sum that allowed k add up
     to. Ties go to the lower slot. convex: the caller's word that every row falls by less and less from k_min on, which saves
-    looking; False is always right. Source: DPA-MoE, section 3.3.
+    looking; False is always right. `allocate_counted` takes spent, too, and does what `count` does. Source: DPA-MoE, section
+    3.3.
     """
-    _check_table(gates, expert_ids, residuals, k_min)
+    check_table(gates, expert_ids, residuals, k_min)
+    check_spent(spent, residuals.shape[1])
     if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
         raise ValueError(f"budget {list(budget.shape)} must be 0-d or hold one number for each of {expert_ids.shape[0]} tokens")
     if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
         with torch.cuda.device_of(gates):
-            return triton_allocate.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
-    return allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+            return triton_allocate.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex, spent)
+    return _counted(allocation.allocate(gates, expert_ids, residuals, budget, k_max, k_min, convex), spent)
 
 
 def _allocate_dispatch(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool = False
-) -> Tensor:
+    spent: Tensor | None, gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int,
+    convex: bool = False,
+) -> Tensor:  # fmt: skip
     """Planes for every distinct expert of the batch: minimise sum over e of (sum of gate^2) * residuals[e, k_e].
 
     Shapes as in `allocate`, budget 0-d: average planes per distinct expert. Returns int32 [T, A], one k per expert.
+    `allocate_dispatch_counted` takes spent, too, and does what `count` does.
     """
-    _check_table(gates, expert_ids, residuals, k_min)
+    check_table(gates, expert_ids, residuals, k_min)
+    check_spent(spent, residuals.shape[1])
     if budget.dim():
         raise ValueError(f"budget {list(budget.shape)} must be 0-d: a dispatch shares one budget")
     if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
         with torch.cuda.device_of(gates):
-            return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
-    return allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex)
+            return triton_allocate.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex, spent)
+    return _counted(allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex), spent)
 
 
-def _allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+def _allocate_threshold(spent: Tensor | None, gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
     """Planes for every selected expert, which decides alone: how many of its thresholds gate^2 is above, k_max at most.
 
     gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
     gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once.
+    `allocate_threshold_counted` takes spent, too, and does what `count` does.
     """
-    _check_thresholds(gates, expert_ids, thresholds)
+    check_thresholds(gates, expert_ids, thresholds)
+    check_spent(spent, thresholds.shape[1] + 1)
     if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_threshold
 
         with torch.cuda.device_of(gates):
-            return triton_threshold.allocate_threshold(gates, expert_ids, thresholds, k_max)
-    return reference.allocate_threshold(gates, expert_ids, thresholds, k_max)
+            return triton_threshold.allocate_threshold(gates, expert_ids, thresholds, k_max, spent)
+    return _counted(reference.allocate_threshold(gates, expert_ids, thresholds, k_max), spent)
+
+
+def _counted(chunks: Tensor, spent: Tensor | None) -> Tensor:
+    """The planes, after `count` of them where that is asked for."""
+    if spent is not None:
+        allocation.count(chunks, spent)
+    return chunks
 
 
 def _count(chunks: Tensor, spent: Tensor) -> None:
@@ -210,9 +188,9 @@ def _expert_matmul(
     Returns [T, A, O] in the dtype of x, accumulated in fp32. Raises ValueError on shapes that do not fit.
     """
     weight = EncodedWeight(planes, scales, offset, unit, x.shape[-1], group_size)
-    _check_pairs(expert_ids, chunks=chunks)
-    _check_rows(x, expert_ids, weight)
-    _check_chunks(chunks, planes)
+    check_pairs(expert_ids, chunks=chunks)
+    check_rows(x, expert_ids, weight)
+    check_chunks(chunks, planes)
     if _in_triton(x, expert_ids, weight):
         from dpamoe.kernels import triton_experts
 
@@ -250,9 +228,9 @@ def _expert_ffn(
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
-    _check_pairs(expert_ids, gates=gates, chunks=chunks)
+    check_pairs(expert_ids, gates=gates, chunks=chunks)
     up, down = _opened(x, expert_ids, *both)
-    _check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
+    check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
     block = (up, up_bias, down, down_bias, activation)
     output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k)
     return grouped.expert_ffn(x, expert_ids, gates, chunks, *block) if output is None else output
@@ -261,10 +239,10 @@ def _expert_ffn(
 def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
     """Both weights of an expert block, checked."""
     *parts, activation, group_size = both
-    _check_activation(activation)
+    check_activation(activation)
     width = parts[2].shape[1] // (2 if is_gated(activation) else 1)
     up = EncodedWeight(*parts[:4], x.shape[-1], group_size)
-    _check_rows(x, expert_ids, up)
+    check_rows(x, expert_ids, up)
     if (parts[3] is None) != (parts[8] is None):
         raise ValueError("one weight of the block has tied scales and the other has not: encode both with one scale mode")
     return up, EncodedWeight(*parts[5:9], width, group_size)
@@ -337,14 +315,13 @@ def _routed_ffn(
         activation, group_size,
     )  # fmt: skip
     if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
-        _check_table(seen, expert_ids, residuals, k_min)
+        check_table(seen, expert_ids, residuals, k_min)
+        check_spent(spent, residuals.shape[1])
         source = allocation.Allocation(seen, residuals, budget, k_max, k_min, spent)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, one_k, source)
         if output is not None:
             return output, chunks
-    chunks = _allocate(seen, expert_ids, residuals, budget, k_max, k_min, convex)
-    if spent is not None:
-        _count(chunks, spent)
+    chunks = _allocate(spent, seen, expert_ids, residuals, budget, k_max, k_min, convex)
     return _expert_ffn(x, expert_ids, gates, chunks, *both, one_k), chunks
 
 
@@ -364,14 +341,13 @@ def _threshold_ffn(
         activation, group_size,
     )  # fmt: skip
     if paths.has_triton(x.device):
-        _check_thresholds(gates, expert_ids, thresholds)
+        check_thresholds(gates, expert_ids, thresholds)
+        check_spent(spent, thresholds.shape[1] + 1)
         source = allocation.Thresholds(gates, thresholds, k_max, spent)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, False, source)
         if output is not None:
             return output, chunks
-    chunks = _allocate_threshold(gates, expert_ids, thresholds, k_max)
-    if spent is not None:
-        _count(chunks, spent)
+    chunks = _allocate_threshold(spent, gates, expert_ids, thresholds, k_max)
     return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
 
 
@@ -379,9 +355,11 @@ def _threshold_ffn_fake(x, expert_ids, gates, thresholds, k_max, *rest):
     return x.new_empty(x.shape[0], rest[7].shape[1]), expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
-allocate = define("allocate", _allocate, _allocate_fake)
-allocate_dispatch = define("allocate_dispatch", _allocate_dispatch, _allocate_fake)
-allocate_threshold = define("allocate_threshold", _allocate_threshold, _allocate_threshold_fake)
+allocate, allocate_counted = define_counted("allocate", _allocate, _allocate_fake)
+allocate_dispatch, allocate_dispatch_counted = define_counted("allocate_dispatch", _allocate_dispatch, _allocate_fake)
+allocate_threshold, allocate_threshold_counted = define_counted(
+    "allocate_threshold", _allocate_threshold, _allocate_threshold_fake
+)
 expert_matmul = define("expert_matmul", _expert_matmul, _expert_matmul_fake)
 expert_ffn = define("expert_ffn", _expert_ffn, _expert_ffn_fake)
 routed_ffn, routed_ffn_counted = define_counted("routed_ffn", _routed_ffn, _routed_ffn_fake)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpamoe.kernels.triton_rank import FORBIDDEN, extra_planes, finite, is_held, key_of, selected, token_of
+from dpamoe.kernels.triton_threshold import add_counts
 
 _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
@@ -74,9 +75,10 @@ def _programme(row, column, weight, held, extra, limit, numbers, picks, STEPS: t
 def _allocate_kernel(
     gates, expert_ids, residuals, budget, k_max, chunks, experts, numbers, picks,
     gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, budget_row,
-    K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
+    spent, K_MIN: tl.constexpr, C: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    CONVEX: tl.constexpr,
 ):  # fmt: skip
-    """Planes of one token, to chunks int32 [T, A]; numbers, picks: room as of `_room`."""
+    """Planes of one token, to chunks int32 [T, A]; with spent they are counted; numbers, picks: room as of `_room`."""
     STEPS: tl.constexpr = C - K_MIN
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, A_PAD)
     pairs = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
@@ -89,7 +91,10 @@ def _allocate_kernel(
             numbers += token * (A * (STEPS + 1) + 2 * (A * STEPS + 1))
             picks += token * A * (A * STEPS + 1)
             chosen = _programme(row, residuals_column, weight, held, extra, limit, numbers, picks, STEPS, BLOCK)
-    tl.store(chunks + token * A + slot, tl.where(held, chosen + K_MIN, 0), mask=slot < A)
+    k = tl.where(held, chosen + K_MIN, 0)
+    tl.store(chunks + token * A + slot, k, mask=slot < A)
+    if spent is not None:
+        add_counts(spent, tl.where(slot < A, k, -1), C)
 
 
 @triton.jit
@@ -168,7 +173,7 @@ def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs", "part_count"])
 def _dispatch_kernel(
     gates, expert_ids, parts, part_count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
-    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, K_MIN: tl.constexpr, C: tl.constexpr,
+    gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, spent, K_MIN: tl.constexpr, C: tl.constexpr,
     A: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
 ):  # fmt: skip
     """One program: planes int32 [E] of every expert, from parts fp64 [part_count, E]; if None, from the pairs, and chunks too.
@@ -192,15 +197,21 @@ def _dispatch_kernel(
     if parts is None:
         tl.debug_barrier()
         for start in range(0, pairs, BLOCK):
-            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, A, BLOCK)
+            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, spent, A, C, BLOCK)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _hand_out(expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column, A: tl.constexpr, BLOCK: tl.constexpr):
-    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]."""
+def _hand_out(
+    expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column, spent,
+    A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]; with spent they are counted."""
     pair = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
-    tl.store(chunks + pair, tl.load(planes + expert, mask=is_held(expert, experts), other=0), mask=pair < pairs)
+    k = tl.load(planes + expert, mask=is_held(expert, experts), other=0)
+    tl.store(chunks + pair, k, mask=pair < pairs)
+    if spent is not None:
+        add_counts(spent, tl.where(pair < pairs, k, -1), C)
 
 
 def _options(warps: int) -> dict:
@@ -218,12 +229,14 @@ def _room(rows: int, slots: int, steps: int, convex: bool, device) -> tuple[Tens
 
 
 def allocate(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool
-) -> Tensor:
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool,
+    spent: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Planes per selected expert, int32 [T, A], one budget per token; shapes as in `ops.allocate`, tensors on one device.
 
     convex: every row of the table is convex from k_min on (`allocation.is_convex`). If not, each token looks at its own
-    rows: rank selection where they are convex, the exact programme where they are not. DPA-MoE, section 3.3.
+    rows: rank selection where they are convex, the exact programme where they are not. spent: as `ops.count` takes it, which
+    is done on the way. DPA-MoE, section 3.3.
     """
     (tokens, active), columns = expert_ids.shape, residuals.shape[1] - 1
     chunks = torch.empty(tokens, active, dtype=torch.int32, device=expert_ids.device)
@@ -233,18 +246,19 @@ def allocate(
         warps = 1 if padded <= 8 else min(16, padded // 4)
         _allocate_kernel[(tokens,)](
             gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
-            *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0,
+            *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0, spent,
             K_MIN=k_min, C=columns, A=active, A_PAD=padded, BLOCK=32 * warps, CONVEX=convex, **_options(warps),
         )  # fmt: skip
     return chunks
 
 
 def allocate_dispatch(
-    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool
-) -> Tensor:
+    gates: Tensor, expert_ids: Tensor, residuals: Tensor, budget: Tensor, k_max: Tensor, k_min: int, convex: bool,
+    spent: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Planes per selected expert, int32 [T, A], one k per distinct expert; shapes as in `ops.allocate_dispatch`.
 
-    convex: as in `allocate`; the rows of the experts at hand count. At most three launches. DPA-MoE, section 3.3.
+    convex, spent: as in `allocate`; the rows of the experts at hand count. At most three launches. DPA-MoE, section 3.3.
     """
     (tokens, active), (experts, columns) = expert_ids.shape, residuals.shape
     pairs, device, padded = tokens * active, expert_ids.device, triton.next_power_of_2(experts)
@@ -265,11 +279,11 @@ def allocate_dispatch(
         )  # fmt: skip
     _dispatch_kernel[(1,)](
         gates, expert_ids, parts, count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
-        *gates.stride(), *expert_ids.stride(), *residuals.stride(), K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
+        *gates.stride(), *expert_ids.stride(), *residuals.stride(), spent, K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
         ROWS=rows if small else 4 * rows, BLOCK=64 * warps, CONVEX=convex, **_options(warps),
     )  # fmt: skip
     if not small:
         _hand_out[(triton.cdiv(pairs, _BLOCK),)](
-            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), A=active, BLOCK=_BLOCK
+            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), spent, A=active, C=columns - 1, BLOCK=_BLOCK
         )
     return chunks

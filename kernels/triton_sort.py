@@ -98,7 +98,7 @@ def sort_kernel(
     k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_one_k`
     (ONE), `_write_slices` or `_write_widths`, and levels is the place of each pair in the order, -1 where there is none. 2 E
     programs more find peaks fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups
-    of the two weights. Pairs are older than the kernel before, so their order within a block does not wait for it.
+    of the two weights. What is found from pairs and weights alone, older than the kernel before, does not wait for it.
     """
     block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
@@ -119,12 +119,12 @@ def sort_kernel(
         _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, ONE)
     else:
         expert = (block - blocks - 1) % E
+        if block <= blocks + E:
+            peak = _peak(up_scale, up_offset, up_unit, expert, UP, TIED)
+        else:
+            peak = _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED)
         wait_for_before(PDL)
-        if tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0:
-            if block <= blocks + E:
-                tl.store(peaks + expert, _peak(up_scale, up_offset, up_unit, expert, UP, TIED))
-            else:
-                tl.store(peaks + E + expert, _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED))
+        tl.store(peaks + block - blocks - 1, peak)
 
 
 @triton.jit

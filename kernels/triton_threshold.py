@@ -28,24 +28,32 @@ def planes_above(gate, expert, thresholds, k_max, experts, row, column, C: tl.co
 def threshold_kernel(
     gates, expert_ids, thresholds, k_max, chunks, pairs, experts,
     gates_row, gates_column, ids_row, ids_column, thresholds_row, thresholds_column,
-    A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    spent, A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Planes of BLOCK pairs, to chunks int32 [T, A]."""
+    """Planes of BLOCK pairs, to chunks int32 [T, A]; with spent they are counted there."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, slot = (pair // A).to(tl.int64), pair % A
     expert = tl.load(expert_ids + token * ids_row + slot * ids_column, mask=pair < pairs, other=-1)
     gate = tl.load(gates + token * gates_row + slot * gates_column, mask=pair < pairs, other=0.0)
     k = planes_above(gate, expert, thresholds, k_max, experts, thresholds_row, thresholds_column, C)
     tl.store(chunks + pair, k, mask=pair < pairs)
+    if spent is not None:
+        add_counts(spent, tl.where(pair < pairs, k, -1), C)
+
+
+@triton.jit
+def add_counts(spent, k, C: tl.constexpr):
+    """Add to spent int64 [C + 1] how often each number of planes, 0 to C, occurs in a block."""
+    for c in tl.static_range(C + 1):
+        number = tl.sum((k == c).to(tl.int32), 0)
+        tl.atomic_add(spent + c, number.to(tl.int64), mask=number > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(chunks, spent, pairs, C: tl.constexpr, BLOCK: tl.constexpr):
     """Add to spent int64 [C + 1] how many of BLOCK pairs have each number of planes."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.load(chunks + pair, mask=pair < pairs, other=-1)
-    for c in tl.static_range(C + 1):
-        tl.atomic_add(spent + c, tl.sum((k == c).to(tl.int32), 0).to(tl.int64), sem="relaxed")
+    add_counts(spent, tl.load(chunks + pair, mask=pair < pairs, other=-1), C)
 
 
 def count(chunks: Tensor, spent: Tensor) -> None:
@@ -57,13 +65,18 @@ def count(chunks: Tensor, spent: Tensor) -> None:
         )
 
 
-def allocate_threshold(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
-    """Planes per selected expert, int32 [T, A], in one launch; shapes as in `ops.allocate_threshold`, tensors on one device."""
+def allocate_threshold(
+    gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor, spent: Tensor | None = None
+) -> Tensor:
+    """Planes per selected expert, int32 [T, A], in one launch; shapes as in `ops.allocate_threshold`, tensors on one device.
+
+    spent: as `count` takes it, which is done on the way.
+    """
     chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=expert_ids.device)
     if chunks.numel():
         threshold_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
             gates, expert_ids, thresholds, k_max, chunks, chunks.numel(), thresholds.shape[0],
-            *gates.stride(), *expert_ids.stride(), *thresholds.stride(),
+            *gates.stride(), *expert_ids.stride(), *thresholds.stride(), spent,
             A=expert_ids.shape[1], C=thresholds.shape[1], BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return chunks

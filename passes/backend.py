@@ -11,7 +11,7 @@ import warnings
 from torch import Tensor, fx, nn
 
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
-from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation, is_ours
+from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation, fuse_counting, is_ours
 from dpamoe.passes.plain import encode_regions
 from dpamoe.passes.routing import fuse_routing
 from dpamoe.spec import EncodeSpec, check_budget
@@ -38,6 +38,7 @@ def compile_backend(gm: fx.GraphModule, example_inputs: list[Tensor], *, options
     drop_widening_casts(work)
     fuse_allocation(work)
     fuse_routing(work)
+    fuse_counting(work)
     compiled = compile_fx(work, [*example_inputs, *extras], config_patches=rest or None)
     return (lambda *args: compiled(*args, *extras)) if extras else compiled
 

@@ -7,6 +7,7 @@ from torch import fx
 
 ops = torch.ops.dpamoe
 READERS = (ops.allocate, ops.allocate_threshold, ops.expert_ffn, ops.routed_ffn, ops.threshold_ffn)  # of ids and gates
+COUNTING = (ops.allocate, ops.allocate_dispatch, ops.allocate_threshold)
 
 
 def fuse_allocation(gm: fx.GraphModule) -> int:
@@ -36,6 +37,29 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
         expert.replace_all_uses_with(output)
         gm.graph.erase_node(expert)
         chunks.replace_all_uses_with(planes)
+        gm.graph.erase_node(chunks)
+        fused += 1
+    gm.graph.lint()
+    gm.recompile()
+    return fused
+
+
+def fuse_counting(gm: fx.GraphModule) -> int:
+    """Turn every allocator whose planes one `count` reads into the op that counts, in place; returns how many there were."""
+    fused = 0
+    for counter in [node for node in gm.graph.nodes if _is(node, ops.count)]:
+        chunks, spent = counter.args
+        if not any(_is(chunks, op) for op in COUNTING):
+            continue
+        if len(spent.users) > 1 or sum(_is(user, ops.count) for user in chunks.users) > 1 or spent >= chunks:
+            continue
+        with gm.graph.inserting_before(chunks):
+            name = str(chunks.target).split(".")[1]
+            op = getattr(ops, f"{name}_counted").default
+            both = gm.graph.call_function(op, (spent, *chunks.args), chunks.kwargs, name=name)
+        both.meta.update(chunks.meta)
+        chunks.replace_all_uses_with(both)
+        gm.graph.erase_node(counter)
         gm.graph.erase_node(chunks)
         fused += 1
     gm.graph.lint()

@@ -8,7 +8,7 @@ from torch import nn
 
 import dpamoe
 from dpamoe.modules import encoded_experts
-from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation
+from dpamoe.passes.fuse import drop_widening_casts, fuse_allocation, fuse_counting
 from dpamoe.threshold import count_gates
 
 from .graphs import captured, lines
@@ -179,3 +179,27 @@ def test_gates_that_the_allocator_alone_sees(experts, allocation):
         after = gm(*held[1])
     torch.testing.assert_close(before, after, rtol=0, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+
+
+def test_an_allocator_that_counts(experts):
+    """Where experts cannot take the allocator in, it counts itself."""
+    experts = copy.deepcopy(experts)
+    experts.set_spend(dpamoe.SpendSpec(3.3, scope="dispatch"))
+    gm, example_inputs = captured(experts, *inputs())
+    held = [copies_of(example_inputs) for _ in range(2)]
+    with torch.no_grad():
+        before = gm(*held[0])
+        assert fuse_allocation(gm) == 0 and ops(gm) == ["allocate_dispatch", "count", "expert_ffn"]
+        assert fuse_counting(gm) == 1 and ops(gm) == ["allocate_dispatch_counted", "expert_ffn"]
+        after = gm(*held[1])
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+    assert fuse_counting(gm) == 0
+
+
+def test_numbers_that_others_read_are_counted_apart(experts):
+    gm, _ = captured(experts, *inputs())
+    counter = next(node for node in gm.graph.nodes if "count" in str(node.target))
+    with gm.graph.inserting_after(counter):
+        gm.graph.call_function(torch.clone, (counter.args[1],))
+    assert fuse_counting(gm) == 0 and ops(gm) == ["allocate", "count", "expert_ffn"]

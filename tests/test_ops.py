@@ -50,7 +50,9 @@ def rows(tokens, *shape):
 @pytest.mark.parametrize("op", ["allocate", "allocate_dispatch"])
 def test_opcheck_allocate(random_pairs, convex_table, op, tokens, id_dtype):
     ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
-    torch.library.opcheck(getattr(OPS, op).default, (gates, ids.to(id_dtype), *allocation(convex_table), 2))
+    given = (gates, ids.to(id_dtype), *allocation(convex_table), 2)
+    torch.library.opcheck(getattr(OPS, op).default, given)
+    torch.library.opcheck(getattr(OPS, f"{op}_counted").default, (torch.arange(9), *given))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -85,9 +87,19 @@ def test_planes_are_counted_by_the_op_that_hands_them_out(random_pairs, convex_t
     ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
     x, both = rows(tokens), (*opened(up), *opened(down), "silu_mul", GROUP)
     tables = allocation(convex_table), levels()
-    for op, table, rest in ((OPS.routed_ffn_counted, tables[0], (2,)), (OPS.threshold_ffn_counted, tables[1], ())):
+    cases = [
+        (OPS.routed_ffn_counted, (x, ids, gates, *tables[0], *both, 2)),
+        (OPS.threshold_ffn_counted, (x, ids, gates, *tables[1], *both)),
+        (OPS.allocate_counted, (gates, ids, *tables[0], 2)),
+        (OPS.allocate_dispatch_counted, (gates, ids, *tables[0], 2)),
+        (OPS.allocate_threshold_counted, (gates, ids, *tables[1])),
+    ]
+    for op, given in cases:
         spent = torch.arange(9)
-        _, chunks = op(spent, x, ids, gates, *table, *both, *rest)
+        chunks = op(spent, *given)
+        chunks = chunks if isinstance(chunks, torch.Tensor) else chunks[1]
+        with pytest.raises(ValueError, match=r"spent \[8\] must be \[9\]"):
+            op(torch.arange(8), *given)
         counted = torch.arange(9)
         OPS.count(chunks, counted)
         assert torch.equal(spent, counted)

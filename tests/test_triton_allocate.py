@@ -24,12 +24,16 @@ def k_max(planes=8):
     return torch.tensor(planes, dtype=torch.int32)
 
 
-def found(name, gates, ids, table, budget, planes=8, k_min=K_MIN, convex=None):
-    """Planes from the kernel called `name`; whether the table is convex is looked up unless given."""
+def found(name, gates, ids, table, budget, planes=8, k_min=K_MIN, convex=None, counted=True):
+    """Planes from the kernel called `name`, which counts them, too; whether the table is convex is looked up unless given."""
     convex = allocation.is_convex(table, k_min) if convex is None else convex
     arguments = (gates, ids, table, torch.as_tensor(budget), torch.as_tensor(planes, dtype=torch.int32))
-    chunks = getattr(kernels, name)(*(argument.to(DEVICE) for argument in arguments), k_min, convex)
+    spent = torch.arange(table.shape[1], device=DEVICE) if counted else None
+    chunks = getattr(kernels, name)(*(argument.to(DEVICE) for argument in arguments), k_min, convex, spent)
     assert chunks.dtype == torch.int32 and chunks.shape == ids.shape and chunks.is_contiguous()
+    if counted:
+        added = spent.cpu() - torch.arange(table.shape[1])
+        assert torch.equal(added, torch.bincount(chunks.cpu().flatten(), minlength=table.shape[1]))
     return chunks.cpu()
 
 
@@ -40,9 +44,15 @@ def expected(name, gates, ids, table, budget, planes=8, k_min=K_MIN):
 def agree(name, *arguments, **settings):
     """Fail unless kernel and torch give the same planes; return them."""
     chunks = found(name, *arguments, **settings)
-    settings.pop("convex", None)
+    settings = {key: value for key, value in settings.items() if key not in ("convex", "counted")}
     assert torch.equal(chunks, expected(name, *arguments, **settings))
     return chunks
+
+
+@pytest.mark.parametrize("name, tokens", [("allocate", 5), ("allocate_dispatch", 5), ("allocate_dispatch", 300)])
+def test_planes_need_not_be_counted(random_pairs, convex_table, name, tokens):
+    ids, gates, _ = random_pairs(tokens, 2, 8)
+    agree(name, gates, ids, convex_table(8), 4.0, counted=False)
 
 
 def bend(table, rows=slice(None)):

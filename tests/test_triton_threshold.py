@@ -41,7 +41,13 @@ def limit(k_max=PLANES):
 
 
 def allocate(gates, ids, rows, k_max):
-    return threshold.allocate_threshold(*(t.to(DEVICE) for t in (gates, ids, rows, k_max))).cpu()
+    """Planes of the kernel, which are the same whether they are counted or not."""
+    given, spent = [t.to(DEVICE) for t in (gates, ids, rows, k_max)], torch.arange(rows.shape[1] + 1, device=DEVICE)
+    chunks = threshold.allocate_threshold(*given, spent)
+    assert torch.equal(chunks, threshold.allocate_threshold(*given))
+    counted = torch.bincount(chunks.flatten(), minlength=spent.numel())
+    assert torch.equal(spent, counted + torch.arange(spent.numel(), device=DEVICE))
+    return chunks.cpu()
 
 
 @pytest.fixture
