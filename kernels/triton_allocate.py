@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpamoe.kernels.triton_rank import FORBIDDEN, extra_planes, finite, is_held, key_of, selected, token_of
+from dpamoe.kernels.triton_rank import FORBIDDEN, extra_of, finite, is_held, key_of, selected, token_of
 from dpamoe.kernels.triton_threshold import add_counts
 
 _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
 _BLOCK = 1024  # pairs that one program hands planes to
 _PAIRS, _EXPERTS, _TILES = 32, 32, tl.constexpr(8)  # that one program compares at once, and how often it loads ahead
+_MOST_SHARES = 64  # programs that all find what they hand out
 _LEAST_PAIRS, _MOST_PARTS = 256, 64  # pairs that one program adds up at least; partial sums that the last one reads
 
 
@@ -143,16 +144,14 @@ def _sum_of_parts(parts, count, experts, E_PAD: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def _by_threshold(row, column, square, held, extra, limit, STEPS: tl.constexpr):
+def _by_threshold(upper, lower, square, held, extra, limit):
     """`selected` for many rows: find the extra-th largest key, two bits at a time, and take what is above and the first equal.
 
-    The three numbers of keys that a pair of bits is chosen by are counted in one, 20 bits each.
+    upper, lower: what the table holds before and after each step. The three numbers of keys that a pair of bits is chosen by
+    are counted in one, 20 bits each.
     """
-    STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
-    step = tl.arange(0, STEPS_PAD)[None, :]
-    allowed = step < tl.where(held, limit, 0)[:, None]
-    gain = row[:, None] + step * column
-    upper, lower = tl.load(gain, mask=allowed, other=0.0), tl.load(gain + column, mask=allowed, other=0.0)
+    STEPS_PAD: tl.constexpr = upper.shape[1]
+    allowed = tl.arange(0, STEPS_PAD)[None, :] < tl.where(held, limit, 0)[:, None]
     keys = tl.where(allowed, key_of(finite(square)[:, None], upper, lower), FORBIDDEN)
     flat = tl.reshape(keys, [held.shape[0] * STEPS_PAD])
     count = tl.sum((flat >= _TOP_BIT).to(tl.int32), 0)
@@ -176,42 +175,68 @@ def _dispatch_kernel(
     gates_row, gates_column, ids_row, ids_column, residuals_row, residuals_column, spent, K_MIN: tl.constexpr, C: tl.constexpr,
     A: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CONVEX: tl.constexpr,
 ):  # fmt: skip
-    """One program: planes int32 [E] of every expert, from parts fp64 [part_count, E]; if None, from the pairs, and chunks too.
-    ROWS: parts or pairs read at once; numbers, picks: room as of `_room`."""
+    """Planes of every expert, from parts fp64 [part_count, E] or, if None, from the pairs. CONVEX: every program finds them and
+    hands them out to its share of pairs, to chunks int32 [T, A]; else one does, to planes int32 [E], without parts to chunks
+    too. ROWS: parts or pairs read at once; numbers, picks: room as of `_room`. The table is read before any sum is needed."""
     STEPS: tl.constexpr = C - K_MIN
-    expert = tl.arange(0, E_PAD)
+    STEPS_PAD: tl.constexpr = max(1, triton.next_power_of_2(STEPS))
+    expert, step = tl.arange(0, E_PAD), tl.arange(0, STEPS_PAD)[None, :]
+    row = residuals + tl.where(expert < experts, expert, 0) * residuals_row + K_MIN * residuals_column
+    gain = row[:, None] + step * residuals_column
+    upper, lower = tl.load(gain, mask=step < STEPS, other=0.0), tl.load(gain + residuals_column, mask=step < STEPS, other=0.0)
+    average, most = tl.load(budget), tl.load(k_max)
     if parts is None:
         where = (gates, expert_ids, gates_row, gates_column, ids_row, ids_column)
         total = _sums(where, 0, pairs, expert, A, ROWS)
     else:
         total = _sum_of_parts(parts, part_count, experts, E_PAD, ROWS)
     held = (expert < experts) & (total != _UNSEEN)
-    extra, limit = extra_planes(budget, k_max, tl.sum(held.to(tl.int32), 0), K_MIN, C)
-    row = residuals + tl.where(held, expert, 0) * residuals_row + K_MIN * residuals_column
+    extra, limit = extra_of(average, most, tl.sum(held.to(tl.int32), 0), K_MIN, C)
     square = total.to(tl.float32)
-    chosen = _by_threshold(row, residuals_column, square, held, extra, limit, STEPS)
-    if not CONVEX:  # noqa: SIM102
+    chosen = _by_threshold(upper, lower, square, held, extra, limit)
+    where = (expert_ids, chunks, pairs, ids_row, ids_column, spent)
+    if CONVEX:
+        for start in range(tl.program_id(0) * BLOCK, pairs, tl.num_programs(0) * BLOCK):
+            pair, own, known = _experts_of(where, start, experts, A, BLOCK)
+            _give(where, pair, tl.where(known, tl.gather(chosen + K_MIN, tl.where(known, own, 0).to(tl.int32), 0), 0), C)
+    else:
         if _is_bent(row, residuals_column, square, held, STEPS):
             chosen = _programme(row, residuals_column, total, held, extra, limit, numbers, picks, STEPS, BLOCK)
-    tl.store(planes + expert, chosen + K_MIN, mask=expert < experts)
-    if parts is None:
-        tl.debug_barrier()
-        for start in range(0, pairs, BLOCK):
-            _hand_out(expert_ids, planes, chunks, start, pairs, experts, ids_row, ids_column, spent, A, C, BLOCK)
+        tl.store(planes + expert, chosen + K_MIN, mask=expert < experts)
+        if parts is None:
+            tl.debug_barrier()
+            for start in range(0, pairs, BLOCK):
+                pair, own, known = _experts_of(where, start, experts, A, BLOCK)
+                _give(where, pair, tl.load(planes + own, mask=known, other=0), C)
+
+
+@triton.jit
+def _experts_of(where, start, experts, A: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK pairs from `start` on: their numbers, experts, and whether there are such experts."""
+    expert_ids, _, pairs, ids_row, ids_column, _ = where
+    pair = start + tl.arange(0, BLOCK)
+    expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
+    return pair, expert, is_held(expert, experts)
+
+
+@triton.jit
+def _give(where, pair, k, C: tl.constexpr):
+    """Planes of pairs to chunks int32 [T, A]; with spent they are counted."""
+    _, chunks, pairs, _, _, spent = where
+    tl.store(chunks + pair, k, mask=pair < pairs)
+    if spent is not None:
+        add_counts(spent, tl.where(pair < pairs, k, -1), C)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _hand_out(
-    expert_ids, planes, chunks, first, pairs, experts, ids_row, ids_column, spent,
+    expert_ids, planes, chunks, pairs, experts, ids_row, ids_column, spent,
     A: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Planes of the expert of each pair from `first` on, to chunks int32 [T, A]; with spent they are counted."""
-    pair = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(expert_ids + (pair // A).to(tl.int64) * ids_row + pair % A * ids_column, mask=pair < pairs, other=-1)
-    k = tl.load(planes + expert, mask=is_held(expert, experts), other=0)
-    tl.store(chunks + pair, k, mask=pair < pairs)
-    if spent is not None:
-        add_counts(spent, tl.where(pair < pairs, k, -1), C)
+    """Planes of the experts of BLOCK pairs, to chunks int32 [T, A]; with spent they are counted."""
+    where = (expert_ids, chunks, pairs, ids_row, ids_column, spent)
+    pair, own, known = _experts_of(where, tl.program_id(0) * BLOCK, experts, A, BLOCK)
+    _give(where, pair, tl.load(planes + own, mask=known, other=0), C)
 
 
 def _options(warps: int) -> dict:
@@ -258,17 +283,18 @@ def allocate_dispatch(
 ) -> Tensor:  # fmt: skip
     """Planes per selected expert, int32 [T, A], one k per distinct expert; shapes as in `ops.allocate_dispatch`.
 
-    convex, spent: as in `allocate`; the rows of the experts at hand count. At most three launches. DPA-MoE, section 3.3.
+    convex, spent: as in `allocate`; the rows of the experts at hand count. At most two launches, three if not convex. DPA-MoE,
+    section 3.3.
     """
     (tokens, active), (experts, columns) = expert_ids.shape, residuals.shape
     pairs, device, padded = tokens * active, expert_ids.device, triton.next_power_of_2(experts)
     chunks = torch.empty(tokens, active, dtype=torch.int32, device=device)
     if not pairs:
         return chunks
-    planes = torch.empty(experts, dtype=torch.int32, device=device)
+    planes = None if convex else torch.empty(experts, dtype=torch.int32, device=device)
     numbers, picks = _room(1, experts, columns - 1 - k_min, convex, device)
     rows, warps = max(1, min(32, 2048 // padded)), min(16, max(8, padded // 32))
-    parts, count, small = None, 0, pairs <= 2 * _TILES.value * rows  # one program does these sooner than three launches
+    parts, count, small = None, 0, pairs <= 2 * _TILES.value * rows  # one program does these sooner than more launches
     if not small:
         each = max(_LEAST_PAIRS, _PAIRS * triton.cdiv(pairs, _PAIRS * _MOST_PARTS))
         count = triton.cdiv(pairs, each)
@@ -277,13 +303,14 @@ def allocate_dispatch(
             gates, expert_ids, parts, pairs, each, experts, *gates.stride(), *expert_ids.stride(),
             A=active, PAIRS=_PAIRS, EXPERTS=_EXPERTS,
         )  # fmt: skip
-    _dispatch_kernel[(1,)](
+    block = 64 * warps
+    _dispatch_kernel[(min(_MOST_SHARES, triton.cdiv(pairs, block)) if convex and not small else 1,)](
         gates, expert_ids, parts, count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
         *gates.stride(), *expert_ids.stride(), *residuals.stride(), spent, K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
-        ROWS=rows if small else 4 * rows, BLOCK=64 * warps, CONVEX=convex, **_options(warps),
+        ROWS=rows if small else 4 * rows, BLOCK=block, CONVEX=convex, **_options(warps),
     )  # fmt: skip
-    if not small:
+    if not convex and not small:
         _hand_out[(triton.cdiv(pairs, _BLOCK),)](
-            expert_ids, planes, chunks, 0, pairs, experts, *expert_ids.stride(), spent, A=active, C=columns - 1, BLOCK=_BLOCK
+            expert_ids, planes, chunks, pairs, experts, *expert_ids.stride(), spent, A=active, C=columns - 1, BLOCK=_BLOCK
         )
     return chunks

@@ -25,9 +25,14 @@ def finite(square):
 
 @triton.jit
 def extra_planes(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
+    """`extra_of` what stands at two places."""
+    return extra_of(tl.load(budget), tl.load(k_max), count, K_MIN, C)
+
+
+@triton.jit
+def extra_of(average, most, count, K_MIN: tl.constexpr, C: tl.constexpr):
     """Planes above k_min for `count` experts and for one at most; clamping before `reference.planes_to_spend` rounds."""
-    limit = tl.maximum(tl.minimum(tl.load(k_max).to(tl.int32), C) - K_MIN, 0)
-    average = tl.load(budget)
+    limit = tl.maximum(tl.minimum(most.to(tl.int32), C) - K_MIN, 0)
     average = tl.minimum(tl.maximum(average, K_MIN), (K_MIN + limit).to(average.dtype)).to(tl.float64)
     return (count.to(tl.float64) * average + (0.5 + 1e-5)).to(tl.int32) - count * K_MIN, limit
 

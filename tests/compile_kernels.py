@@ -186,7 +186,7 @@ def allocate(card):
         absent = {"numbers": None, "picks": None} if convex else {}
         common = {"K_MIN": 2, "C": PLANES, "A": ACTIVE, "CONVEX": convex} | absent
         token = common | {"A_PAD": ACTIVE, "BLOCK": 32}
-        dispatch = common | {"E_PAD": EXPERTS, "ROWS": 64, "BLOCK": 512}
+        dispatch = common | {"E_PAD": EXPERTS, "ROWS": 64, "BLOCK": 512} | ({"planes": None} if convex else {})
         planes = types | {"planes": "*i32"}
         found[f"token {convex}"] = compile_for(card, triton_allocate._allocate_kernel, token, types, num_warps=1, **limit)
         found[f"dispatch {convex}"] = compile_for(

@@ -55,6 +55,12 @@ def test_planes_need_not_be_counted(random_pairs, convex_table, name, tokens):
     agree(name, gates, ids, convex_table(8), 4.0, counted=False)
 
 
+def test_a_program_hands_out_more_than_once(monkeypatch, random_pairs, convex_table):
+    monkeypatch.setattr(kernels, "_MOST_SHARES", 1)
+    ids, gates, _ = random_pairs(600, 2, 8)
+    agree("allocate_dispatch", gates, ids, convex_table(8), 3.3)
+
+
 def bend(table, rows=slice(None)):
     """A plateau before a fall in some rows: not convex any more."""
     bent = table.clone()
