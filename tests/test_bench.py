@@ -323,15 +323,23 @@ def test_a_whole_model_on_a_gpu(folder, capsys):
     assert outcome["compiled"] is True and all(row["memory_bytes"] >= row["weight_bytes"] for row in outcome["rows"])
 
 
-def test_the_table_of_the_readme_is_the_measured_one():
+def measured_rows(name):
+    """What a row of a table in the README must hold for each number of tokens of a result at k = 4."""
     measured = {}
-    result = json.loads((ROOT / "tests/benchmarks/results/h200_layer.json").read_text(encoding="utf-8"))
+    result = json.loads((ROOT / f"tests/benchmarks/results/{name}.json").read_text(encoding="utf-8"))
     for row in result["shapes"][0]["rows"]:
         if row["budget"] == 4:
             own = measured.setdefault(row["tokens"], dict(row["baseline_us"]))
             own[row["allocation"], row["scope"]] = row["us"]
     ways = [("dpa", "token"), ("dpa", "dispatch"), ("threshold-skip", "token"), ("uniform", "token")]
     columns = [*ways, "grouped_mm", "bare_grouped_mm"]
-    expected = [f"| {tokens} | " + " | ".join(f"{own[c]:.0f}" for c in columns) + " |" for tokens, own in measured.items()]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- table: h200 -->")[1].strip().splitlines()
-    assert readme[2 : 2 + len(expected)] == expected and len(expected) == 8
+    return [f"| {tokens} | " + " | ".join(f"{own[c]:.0f}" for c in columns) + " |" for tokens, own in measured.items()]
+
+
+def test_the_tables_of_the_readme_are_the_measured_ones():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shapes = {"h200_olmoe": "64 experts of 2048 by 2048, 8 active", "h200_gpt_oss": "128 experts of 2880 by 2880, 4 active"}
+    others = [f"| {shape} {row}" for name, shape in shapes.items() for row in measured_rows(name)]
+    for table, expected, count in (("h200", measured_rows("h200_layer"), 8), ("h200 shapes", others, 9)):
+        lines = readme.split(f"<!-- table: {table} -->")[1].strip().splitlines()
+        assert lines[2 : 2 + len(expected)] == expected and len(expected) == count
