@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.hopper_tiles import kind_of, number_of, part_of, slices_of, up_to, width_of
+from dpamoe.kernels.hopper_tiles import item_of, items_of, kind_of, number_of, part_of, slices_of, up_to, width_of
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
@@ -148,7 +148,8 @@ def bring(given, cut: gl.constexpr):
     scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [4, 1], [1, 0])
     turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
     phases = end * 0  # of the slices, one bit each
-    for item in range(gl.program_id(0), end, gl.num_programs(0)):
+    for taken in range(items_of(end)):
+        item = item_of(taken)
         block, entry = item % blocks, tiles + item // blocks * (2 + 3 * cut.P)
         expert = gl.load(entry)
         starts, levels, most, present = slices_of(entry, rows, cut.P)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
 from dpamoe.kernels.hopper_one_k import multiply_one_k
-from dpamoe.kernels.hopper_tiles import most_of, part_of, sizes_of, store, tile_of, used_of, width_of
+from dpamoe.kernels.hopper_tiles import item_of, items_of, most_of, part_of, sizes_of, store, tile_of, used_of, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
@@ -107,9 +107,9 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
     turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
     phases = end * 0  # of the slices, one bit each
-    entry, expert, tile = tile_of(gl.program_id(0), end, blocks, tiles, peaks, unit, cut)
-    for item in range(gl.program_id(0), end, gl.num_programs(0)):
-        next_entry, next_expert, next_tile = tile_of(item + gl.num_programs(0), end, blocks, tiles, peaks, unit, cut)
+    entry, expert, tile = tile_of(item_of(0), end, blocks, tiles, peaks, unit, cut)
+    for taken in range(items_of(end)):
+        next_entry, next_expert, next_tile = tile_of(item_of(taken + 1), end, blocks, tiles, peaks, unit, cut)
         accs = ()
         for j in gl.static_range(cut.P):
             accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
@@ -132,7 +132,7 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
             else:
                 mbarrier.arrive(plane_empty.index(stage), count=1, pred=w == W - 1)
                 turn += (w == W - 1).to(gl.int32)
-        row_block = item % blocks * cut.NC + own
+        row_block = item_of(taken) % blocks * cut.NC + own
         for j in gl.static_range(cut.P):
             if (tile[2] >> 4 * j) & 15 > 0:
                 store(accs[j], 1.0 / tile[1], factor, order, bias, out, row_block, expert, entry + (2 + 3 * j), cut)

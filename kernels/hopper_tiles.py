@@ -108,6 +108,20 @@ def slices_of(entry, rows, P: gl.constexpr):
 
 
 @gluon.jit
+def item_of(number):
+    """The item that a program takes after `number` others: there and back through the programs, as items get shorter."""
+    own, programs = gl.program_id(0), gl.num_programs(0)
+    return number * programs + gl.where(number % 2 == 0, own, programs - 1 - own)
+
+
+@gluon.jit
+def items_of(end):
+    """How many of `end` items a program takes."""
+    everyone = end // gl.num_programs(0)
+    return everyone + (item_of(everyone) < end).to(gl.int32)
+
+
+@gluon.jit
 def tile_of(item, end, blocks: gl.constexpr, tiles, peaks, unit, cut: gl.constexpr):
     """Where the tile of an item stands, and what it holds; beyond the end, something that can be read.
 

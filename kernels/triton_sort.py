@@ -177,24 +177,45 @@ def _write_one_k(tiles, own, KEYS: tl.constexpr, WIDTHS: tl.constexpr):
     """All tiles of pairs of one expert and k, which fill one slice after the other; own int32 [KEYS].
 
     tiles int32 [any, 2 + 3 slices]: expert, the number of tiles in the first and free in the others, and where each slice
-    begins and ends and its k, 0 for an empty one.
+    begins and ends and its k, 0 for an empty one. Those with most slices come first, and of these the ones with the largest
+    k, since they take longest: what is left at the end is short.
     """
-    key, ROOM = tl.arange(0, KEYS), _room(WIDTHS)
-    start = tl.cumsum(own, 0) - own
-    count = (own + ROOM - 1) // ROOM
-    tile = tl.cumsum(count, 0)
-    tl.store(tiles + 1, tl.max(tile, 0))
-    for turn in range(0, tl.max(count, 0)):
-        entry = tiles + (tile - count + turn) * (2 + 3 * len(WIDTHS))
-        live = turn < count
-        tl.store(entry, key // LEVELS, mask=live)
+    EXPERTS: tl.constexpr = KEYS // LEVELS
+    ROOM: tl.constexpr = _room(WIDTHS)
+    start = _by_level(tl.cumsum(own, 0) - own, KEYS)
+    own = _by_level(own, KEYS)
+    full, rest = own // ROOM, own % ROOM
+    used, begun = (rest > 0).to(tl.int32), 0
+    for j in tl.static_range(len(WIDTHS) - 1):
+        begun += WIDTHS[j]
+        used += (rest > begun).to(tl.int32)
+    first_full, last_tile, written = full, full, 0
+    for fewer in tl.static_range(len(WIDTHS)):  # slices that tiles lack, of which the largest k stand last
+        found = (used == len(WIDTHS) - fewer).to(tl.int32) + (full if fewer == 0 else 0)
+        written += tl.sum(found, 0)
+        place = written - tl.cumsum(found, 0)
+        if fewer == 0:
+            first_full, last_tile = place, place + full
+        else:
+            last_tile = tl.where(found > 0, place, last_tile)
+    tl.store(tiles + 1, written)
+    for turn in range(0, (tl.max(own, 0) + ROOM - 1) // ROOM):
         first = turn * ROOM
+        live = first < own
+        entry = tiles + tl.where(first + ROOM <= own, first_full + turn, last_tile) * (2 + 3 * len(WIDTHS))
+        tl.store(entry, tl.arange(0, KEYS) % EXPERTS, mask=live)
         for j in tl.static_range(len(WIDTHS)):
             last = first + WIDTHS[j]
             tl.store(entry + 2 + 3 * j, start + tl.minimum(first, own), mask=live)
             tl.store(entry + 3 + 3 * j, start + tl.minimum(last, own), mask=live)
-            tl.store(entry + 4 + 3 * j, tl.where(first < own, key % LEVELS + 1, 0), mask=live)
+            tl.store(entry + 4 + 3 * j, tl.where(first < own, tl.arange(0, KEYS) // EXPERTS + 1, 0), mask=live)
             first = last
+
+
+@triton.jit
+def _by_level(numbers, KEYS: tl.constexpr):
+    """Numbers of all keys, first those of k = 1."""
+    return tl.trans(numbers.reshape(KEYS // LEVELS, LEVELS)).reshape(KEYS)
 
 
 @triton.jit

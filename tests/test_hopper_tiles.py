@@ -1,11 +1,14 @@
 """Tiles for the Hopper kernel, by the interpreter: every pair in one slice, read as the kernel reads them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
 from dpamoe.kernels import hopper_experts as he
+from dpamoe.kernels import hopper_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, ACTIVE, PLANES = 6, 3, 8
@@ -60,6 +63,9 @@ def test_every_pair_stands_in_one_slice_of_its_k(sorted_pairs, tokens, widths, o
         assert sorted(levels, key=lambda k: k == 0) == levels  # empty ones come last
         assert not one_k or len(set(levels) - {0}) == 1
     assert (seen == 1).all()
+    if one_k:  # the longest first: by slices, then by planes
+        lengths = [(sum(k > 0 for k in rest[2::3]), rest[2]) for _, _, *rest in tiles]
+        assert lengths == sorted(lengths, reverse=True)
 
 
 def test_slices_of_several_widths_take_the_k_with_most_pairs_left(random_encoded):
@@ -87,6 +93,22 @@ def test_the_most_tiles_that_pairs_can_need(random_encoded, widths, one_k, each)
     weight = moved(random_encoded(experts, 8, 128, 64, PLANES))
     by = he.sort_pairs(ids.to(DEVICE), chunks.to(DEVICE), cut, one_k, weight, weight)
     assert int(by.tiles[0, 1]) == experts * each <= by.tiles.shape[0]
+
+
+@pytest.mark.parametrize("programs, end", [(3, 0), (3, 1), (3, 6), (3, 7), (3, 9), (3, 10), (132, 1536)])
+def test_items_are_shared_out_there_and_back(monkeypatch, programs, end):
+    taken, program = [], 0
+    own = {"program_id": lambda axis: program, "num_programs": lambda axis: programs}
+    monkeypatch.setattr(hopper_tiles, "gl", SimpleNamespace(where=torch.where, int32=torch.int32, **own))
+    item_of, items_of = hopper_tiles.item_of.fn, hopper_tiles.items_of.fn
+    monkeypatch.setattr(hopper_tiles, "item_of", item_of)
+    while program < programs:
+        taken.append([int(item_of(torch.tensor(number))) for number in range(int(items_of(torch.tensor(end))))])
+        program += 1
+    assert sorted(sum(taken, [])) == list(range(end))
+    assert all(items == sorted(items) for items in taken)
+    pairs = {items[0] + items[1] for items in taken if len(items) > 1}
+    assert pairs <= {2 * programs - 1}  # who begins with the longest goes on with the shortest
 
 
 def test_nothing_but_padding_makes_no_tile(random_encoded):
