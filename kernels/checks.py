@@ -53,7 +53,9 @@ def check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor) -> N
 
 
 def check_spent(spent: Tensor | None, numbers: int) -> None:
-    if spent is not None and spent.numel() != numbers:
+    if spent is not None and (spent.shape != (numbers,) or not spent.is_contiguous()):
+        kind = "" if spent.is_contiguous() else " with gaps"
         raise ValueError(
-            f"spent {list(spent.shape)} must be [{numbers}]: one count for each number of planes from 0 to {numbers - 1}"
+            f"spent {list(spent.shape)}{kind} must be [{numbers}] without gaps: one count for each number of planes from 0 to "
+            f"{numbers - 1}"
         )

@@ -10,15 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpamoe.kernels import triton_threshold
 from dpamoe.kernels.triton_rank import FORBIDDEN, extra_of, finite, is_held, key_of, selected, token_of
 from dpamoe.kernels.triton_threshold import add_counts
 
 _TOP_BIT = tl.constexpr(1 << 30)  # of the 31 that a key has
 _UNSEEN = tl.constexpr(-1.0)  # sum of squared gates of an expert that nobody asked for
-_BLOCK = 1024  # pairs that one program hands planes to
+_BLOCK = 1024  # pairs that a program of `_hand_out` hands planes to
+_COUNTED_HERE = 512  # tokens whose programs count their planes themselves: of more, too many would add to the same number
 _PAIRS, _EXPERTS, _TILES = 32, 32, tl.constexpr(8)  # that one program compares at once, and how often it loads ahead
 _MOST_SHARES = 64  # programs that all find what they hand out
-_LEAST_PAIRS, _MOST_PARTS = 256, 64  # pairs that one program adds up at least; partial sums that the last one reads
+_LEAST_PAIRS, _MOST_PARTS = 256, 64  # pairs that one program adds up at least; partial sums that are read behind it
 
 
 @triton.jit
@@ -265,15 +267,18 @@ def allocate(
     """
     (tokens, active), columns = expert_ids.shape, residuals.shape[1] - 1
     chunks = torch.empty(tokens, active, dtype=torch.int32, device=expert_ids.device)
+    here = spent if tokens <= _COUNTED_HERE else None
     if chunks.numel():
         numbers, picks = _room(tokens, active, columns - k_min, convex, chunks.device)
         padded = triton.next_power_of_2(active)
         warps = 1 if padded <= 8 else min(16, padded // 4)
         _allocate_kernel[(tokens,)](
             gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
-            *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0, spent,
+            *gates.stride(), *expert_ids.stride(), *residuals.stride(), budget.stride(0) if budget.dim() else 0, here,
             K_MIN=k_min, C=columns, A=active, A_PAD=padded, BLOCK=32 * warps, CONVEX=convex, **_options(warps),
         )  # fmt: skip
+    if spent is not None and here is None:
+        triton_threshold.count(chunks, spent)
     return chunks
 
 

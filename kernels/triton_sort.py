@@ -118,13 +118,25 @@ def sort_kernel(
         wait_for_before(PDL)
         _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, ONE)
     else:
-        expert = (block - blocks - 1) % E
-        if block <= blocks + E:
-            peak = _peak(up_scale, up_offset, up_unit, expert, UP, TIED)
+        up, down = (up_scale, up_offset, up_unit), (down_scale, down_offset, down_unit)
+        _write_peak(peaks, totals, up, down, block - blocks - 1, E, UP, DOWN, TIED, PDL)
+
+
+@triton.jit
+def _write_peak(
+    peaks, totals, up, down, place, E: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr, PDL: tl.constexpr
+):
+    """The peak of one expert in one of two weights; PDL: found before it is known which experts have pairs, so of all."""
+    expert, asked = place % E, True
+    if not PDL:
+        asked = tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0
+    if asked:
+        if place < E:
+            peak = _peak(*up, expert, UP, TIED)
         else:
-            peak = _peak(down_scale, down_offset, down_unit, expert, DOWN, TIED)
+            peak = _peak(*down, expert, DOWN, TIED)
         wait_for_before(PDL)
-        tl.store(peaks + block - blocks - 1, peak)
+        tl.store(peaks + place, peak)
 
 
 @triton.jit

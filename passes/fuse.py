@@ -1,4 +1,4 @@
-"""Fuse the allocator, and what counts its planes, into the expert computation behind it: one op, nothing launched beside."""
+"""Fuse what counts planes into the allocator, and both into the expert computation behind them: nothing is launched beside."""
 
 import operator
 
@@ -45,7 +45,10 @@ def fuse_allocation(gm: fx.GraphModule) -> int:
 
 
 def fuse_counting(gm: fx.GraphModule) -> int:
-    """Turn every allocator whose planes one `count` reads into the op that counts, in place; returns how many there were."""
+    """Turn every allocator whose planes one `count` reads into the op that counts, in place; returns how many there were.
+
+    The numbers it adds to must be there before, and be read by nothing else.
+    """
     fused = 0
     for counter in [node for node in gm.graph.nodes if _is(node, ops.count)]:
         chunks, spent = counter.args
@@ -54,7 +57,7 @@ def fuse_counting(gm: fx.GraphModule) -> int:
         if len(spent.users) > 1 or sum(_is(user, ops.count) for user in chunks.users) > 1 or spent >= chunks:
             continue
         with gm.graph.inserting_before(chunks):
-            name = str(chunks.target).split(".")[1]
+            name = _name(chunks.target)
             op = getattr(ops, f"{name}_counted").default
             both = gm.graph.call_function(op, (spent, *chunks.args), chunks.kwargs, name=name)
         both.meta.update(chunks.meta)
@@ -85,7 +88,7 @@ def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, spent: fx.Node | No
         plain, counted, more = ops.routed_ffn, ops.routed_ffn_counted, {} if seen is gates else {"seen": seen}
         residuals, budget, k_max, *rest = table  # k_min, convex
         arguments = (x, ids, gates, residuals, budget, k_max, *weights[:12], *rest, *weights[12:])
-    name = plain._qualified_op_name.split("::")[1]
+    name = _name(plain)
     if spent is None:
         return graph.call_function(plain.default, arguments, more, name=name)
     return graph.call_function(counted.default, (spent, *arguments), more, name=name)
@@ -128,6 +131,11 @@ def widened(node: fx.Node) -> fx.Node | None:
 def is_ours(node: fx.Node) -> bool:
     """Whether a node calls an op of the namespace `dpamoe`."""
     return node.op == "call_function" and str(node.target).startswith("dpamoe.")
+
+
+def _name(target) -> str:
+    """Of an op, without its namespace."""
+    return str(target).split(".")[1]
 
 
 def _is(node: object, packet) -> bool:

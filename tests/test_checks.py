@@ -18,6 +18,7 @@ REFUSED = {
     "a least k beyond the table": (checks.check_table, (GATES, IDS, TABLE, 9), {}, "k_min (9)"),
     "thresholds for all experts": (checks.check_thresholds, (GATES, IDS, TABLE[0]), {}, "must be [experts, planes]"),
     "too few counts": (checks.check_spent, (torch.zeros(8), 9), {}, "spent [8] must be [9]"),
+    "counts with gaps": (checks.check_spent, (torch.zeros(18)[::2], 9), {}, "spent [9] with gaps"),
 }
 
 

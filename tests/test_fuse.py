@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import dpamoe
 from dpamoe.modules import encoded_experts
@@ -203,3 +203,39 @@ def test_numbers_that_others_read_are_counted_apart(experts):
     with gm.graph.inserting_after(counter):
         gm.graph.call_function(torch.clone, (counter.args[1],))
     assert fuse_counting(gm) == 0 and ops(gm) == ["allocate", "count", "expert_ffn"]
+
+
+def counting(op, counters=1, late=False):
+    """The graph of an allocator and what counts its planes; late: to numbers that are made behind it."""
+    graph, names = fx.Graph(), ("gates", "ids", "table", *(() if op == "allocate_threshold" else ("budget",)), "k_max")
+    given = [graph.placeholder(name) for name in names]
+    given += [] if op == "allocate_threshold" else [2]  # planes at least
+    spent = None if late else graph.placeholder("spent")
+    chunks = graph.call_function(getattr(torch.ops.dpamoe, op), tuple(given))
+    chunks.meta["kept"] = True
+    spent = graph.call_function(torch.zeros, (9,), {"dtype": torch.int64}) if late else spent
+    for _ in range(counters):
+        graph.call_function(torch.ops.dpamoe.count, (chunks, spent))
+    graph.output(chunks)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("op", ["allocate", "allocate_dispatch", "allocate_threshold"])
+def test_every_allocator_can_count(op, convex_table, random_pairs, snapshot):
+    (ids, gates, _), k_max = random_pairs(5, 3, 4), torch.tensor(8)
+    table = (convex_table(4)[:, :8] if op == "allocate_threshold" else convex_table(4), torch.tensor(3.3))
+    given = (gates, ids, *table[: 1 if op == "allocate_threshold" else 2], k_max)
+    gm = counting(op)
+    spent = [torch.arange(9), torch.arange(9)]
+    before = gm(*given, spent[0])
+    assert fuse_counting(gm) == 1 and lines(gm) == snapshot
+    assert torch.equal(gm(*given, spent[1]), before)
+    assert torch.equal(*spent) and not torch.equal(spent[0], torch.arange(9))
+    assert [node.meta.get("kept") for node in gm.graph.nodes if node.op == "call_function"] == [True]
+
+
+@pytest.mark.parametrize("odd", [{"counters": 2}, {"late": True}])
+def test_what_counts_otherwise_stays(odd):
+    gm = counting("allocate", **odd)
+    before = lines(gm)
+    assert fuse_counting(gm) == 0 and lines(gm) == before

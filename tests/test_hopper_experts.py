@@ -42,6 +42,7 @@ def test_cuts_have_room(random_encoded, sparing, pairs, one_k, kind):
     assert computing % 8 == bringing % 8 == 0  # else the card does not take the number
     words = he.words_at_once(weight)
     blocks = he.blocks_at_once(cut, words)
+    assert cut.kept % blocks == 0  # they are waited for together
     unpacked = 32 * blocks + 4 * (blocks == words)  # with the offsets, behind the last block
     copies = 1 if sparing or not one_k else len(cut.widths)
     assert sum(cut.widths) // 2 + copies * unpacked <= computing - 28  # fp32 sums; the rest is for everything else

@@ -79,6 +79,7 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     spent = torch.arange(9)
     torch.library.opcheck(OPS.routed_ffn_counted.default, (spent, x, ids, gates, *allocation(convex_table), *both, 2))
     torch.library.opcheck(OPS.threshold_ffn_counted.default, (spent, x, ids, gates, *levels(), *both))
+    torch.library.opcheck(OPS.allocate_threshold_counted.default, (torch.arange(9), gates, ids, *levels()))
     torch.library.opcheck(OPS.count.default, (chunks, torch.arange(9)))
 
 

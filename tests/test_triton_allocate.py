@@ -49,6 +49,13 @@ def agree(name, *arguments, **settings):
     return chunks
 
 
+def test_many_tokens_are_counted_apart(monkeypatch, random_pairs, convex_table):
+    monkeypatch.setattr(kernels, "_COUNTED_HERE", 4)
+    for tokens in (4, 5):
+        ids, gates, _ = random_pairs(tokens, 2, 8)
+        agree("allocate", gates, ids, convex_table(8), 3.3)
+
+
 @pytest.mark.parametrize("name, tokens", [("allocate", 5), ("allocate_dispatch", 5), ("allocate_dispatch", 300)])
 def test_planes_need_not_be_counted(random_pairs, convex_table, name, tokens):
     ids, gates, _ = random_pairs(tokens, 2, 8)
