@@ -44,7 +44,7 @@ def kept(scales, offset, cut: gl.constexpr):
         sums = sums + (_rows((1 if cut.EACH else cut.NS) * number_of(cut, i), cut.KINDS[i], 16),)
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS // cut.B
+    WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS // cut.TOLD
     x_full = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -59,7 +59,8 @@ def kept(scales, offset, cut: gl.constexpr):
 @gluon.jit
 def wait_for_rows(x_full, number, cut: gl.constexpr):
     """Wait for B blocks of the rows of all slices."""
-    mbarrier.wait(x_full.index(number % cut.NS // cut.B), number // cut.NS % 2)
+    for i in gl.static_range(0, cut.B, cut.TOLD):
+        mbarrier.wait(x_full.index((number + i) % cut.NS // cut.TOLD), (number + i) // cut.NS % 2)
 
 
 @gluon.jit
@@ -104,10 +105,10 @@ def _bring_rows(x, sums, starts, count, first, number, memory, cut: gl.constexpr
     _, x_ring, sum_ring, _, _, x_full, x_empty = memory
     for w in gl.static_range(cut.W):
         place = number % cut.NS
-        arrived = x_full.index(place // cut.B)
-        if w % cut.B == 0:  # B blocks are announced and waited for together
-            mbarrier.wait(x_empty.index(place // cut.B), number // cut.NS % 2 ^ 1)
-            _expect(arrived, count, 256 * cut.B + (32 if w + cut.B == cut.W else 0), cut)
+        arrived = x_full.index(place // cut.TOLD)
+        if w % cut.TOLD == 0:
+            mbarrier.wait(x_empty.index(place // cut.TOLD), number // cut.NS % 2 ^ 1)
+            _expect(arrived, count, 256 * cut.TOLD + (32 if w + cut.TOLD == cut.W else 0), cut)
         for j in gl.static_range(cut.P):
             at = [starts[j], (first + w) * 128]
             load_tile(x[kind_of(cut, j)], at, arrived, part_of(x_ring, place, j, cut), pred=j < count)

@@ -124,7 +124,8 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
             if cut.EACH:
                 phases = phases ^ used_of(tile[2], cut.P)
             else:
-                mbarrier.arrive(x_empty.index(number % cut.NS // B), count=1)
+                for i in gl.static_range(0, B, cut.TOLD):
+                    mbarrier.arrive(x_empty.index((number + i) % cut.NS // cut.TOLD), count=1)
             number += B
             if B == W:
                 mbarrier.arrive(plane_empty.index(stage), count=1)

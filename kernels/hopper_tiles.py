@@ -40,6 +40,11 @@ class _Sizes:
         return gl.constexpr(not self.ONE.value and self.B.value == self.W.value == self.NS.value)
 
     @property
+    def TOLD(self):
+        """Blocks of x that are announced and waited for together; one for several k, else what brings them lacks registers."""
+        return gl.constexpr(self.B.value if self.ONE.value else 1)
+
+    @property
     def KINDS(self):
         """Every width once, the largest first."""
         return gl.constexpr(kinds_of(self.WIDTHS.value))
