@@ -10,7 +10,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.hopper_tiles import item_of, items_of, kind_of, number_of, part_of, slices_of, up_to, width_of
+from dpamoe.kernels.hopper_tiles import (
+    item_of,
+    items_of,
+    kind_of,
+    number_of,
+    part_of,
+    place_of_sums,
+    slices_of,
+    up_to,
+    width_of,
+)
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
@@ -41,7 +51,7 @@ def kept(scales, offset, cut: gl.constexpr):
         offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
     for i in gl.static_range(len(cut.KINDS)):
         x = x + (_rows(cut.NS * number_of(cut, i), cut.KINDS[i], 128),)
-        sums = sums + (_rows((1 if cut.EACH else cut.NS) * number_of(cut, i), cut.KINDS[i], 16),)
+        sums = sums + (_rows(cut.SUMS * number_of(cut, i), cut.KINDS[i], 16),)
     plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS // cut.TOLD
@@ -114,7 +124,8 @@ def _bring_rows(x, sums, starts, count, first, number, memory, cut: gl.constexpr
             load_tile(x[kind_of(cut, j)], at, arrived, part_of(x_ring, place, j, cut), pred=j < count)
             if w == cut.W - 1:
                 at = [starts[j], cut.IN + first // cut.W * 16]
-                load_tile(sums[kind_of(cut, j)], at, arrived, part_of(sum_ring, place, j, cut), pred=j < count)
+                held = part_of(sum_ring, place_of_sums(number, cut), j, cut)
+                load_tile(sums[kind_of(cut, j)], at, arrived, held, pred=j < count)
         number += 1
     return number
 

@@ -56,6 +56,7 @@ CUTS = (
     (24, Cut((16, 16, 8, 8), 3, 4, whole=True)),
     (24, Cut((16, 16, 8, 8), 2, 4)),
     (48, Cut((32, 16, 16, 8), 3, 2, whole=True)),
+    (96, Cut((64, 32, 32, 16, 16, 16), 2, 2, whole=True)),
     (192, Cut((64, 32, 32, 16, 16, 16, 16), 2, 2, whole=True)),
     (1 << 62, Cut((64,) * 4, 2, 2)),
     (1 << 62, Cut((32,) * 4, 3, 2)),
@@ -68,8 +69,9 @@ CUTS_OF_ONE_K = (
     (36, Cut((32, 16), 2, 4, whole=True)),
     (48, Cut((32,) * 2, 3, 4, whole=True)),
     (80, Cut((64, 32), 2, 4, whole=True)),
-    (144, Cut((64, 64, 32), 2, 2)),
-    (1 << 62, Cut((64,) * 4, 2, 2)),
+    (144, Cut((128, 32), 2, 2)),
+    (1 << 62, Cut((64, 64, 64, 64, 16), 2, 2)),
+    (1 << 62, Cut((128, 128), 2, 2)),
     (1 << 62, Cut((64,) * 3, 2, 2)),
     (1 << 62, Cut((64,) * 2, 2, 2)),
 )
@@ -99,13 +101,13 @@ def blocks_at_once(cut: Cut, words: int) -> int:
 
 def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
     """Bytes of shared memory that no product of these weights exceeds."""
-    row = 0  # of a stretch: its planes, scales and offsets
+    row, fewest = 0, min(map(words_at_once, weights))  # row: of a stretch, its planes, scales and offsets
     for weight in weights:
         words, planes = words_at_once(weight), len(weight.planes)
         groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
-    rows = sum(cut.widths) * cut.kept * (2 * BLOCK + 32)  # of x, and their sums
+    rows = sum(cut.widths) * (2 * BLOCK * cut.kept + 32 * triton.cdiv(cut.kept, fewest))  # of x, and their sums
     return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import wait_for_rows
-from dpamoe.kernels.hopper_tiles import part_of, width_of
+from dpamoe.kernels.hopper_tiles import part_of, place_of_sums, width_of
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
@@ -79,9 +79,12 @@ def _finished(accs):
     elif len(accs) == 3:
         a, b, c = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2]])
         new = (a, b, c)
-    else:
+    elif len(accs) == 4:
         a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
         new = (a, b, c, d)
+    else:
+        a, b, c, d, e = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3], accs[4]])
+        new = (a, b, c, d, e)
     return new
 
 
@@ -93,11 +96,11 @@ def _multiply_first(accs, parts, base, memory, number, w, count: gl.constexpr, c
     for i in gl.static_range(B):
         accs = _begin(accs, parts[i], x, (number + i) % cut.NS, count, cut)
     if B == cut.W:
-        accs = _begin(accs, base, sums, (number + (B - 1)) % cut.NS, count, cut)
+        accs = _begin(accs, base, sums, place_of_sums(number, cut), count, cut)
     accs = _finished(accs)
     if B != cut.W:  # noqa: SIM102  one is known to the compiler, the other is not
         if w == cut.W - 1:
-            accs = _finished(_begin(accs, base, sums, number % cut.NS, count, cut))
+            accs = _finished(_begin(accs, base, sums, place_of_sums(number, cut), count, cut))
     return accs
 
 

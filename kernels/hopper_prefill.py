@@ -13,7 +13,18 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
 from dpamoe.kernels.hopper_one_k import multiply_one_k
-from dpamoe.kernels.hopper_tiles import item_of, items_of, most_of, part_of, sizes_of, store, tile_of, used_of, width_of
+from dpamoe.kernels.hopper_tiles import (
+    item_of,
+    items_of,
+    most_of,
+    part_of,
+    place_of_sums,
+    sizes_of,
+    store,
+    tile_of,
+    used_of,
+    width_of,
+)
 from dpamoe.kernels.hopper_unpack import (
     bases,
     chosen,
@@ -38,8 +49,7 @@ def _multiply_slice(acc, parts, base, memory, number, last, phases, j: gl.conste
     for i in gl.static_range(cut.B):
         right = part_of(x, (number + i) % cut.NS, j, cut).permute((1, 0))
         acc = hopper.warpgroup_mma(fragment(parts[i], left), right, acc, is_async=cut.B == cut.W)
-    place = 0 if cut.EACH else (number + (cut.B - 1)) % cut.NS  # they come with the last block of a stretch
-    right = part_of(sums, place, j, cut).permute((1, 0))
+    right = part_of(sums, place_of_sums(number, cut), j, cut).permute((1, 0))
     if cut.B == cut.W:
         acc = hopper.warpgroup_mma(bases(base, left), right, acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])

@@ -45,6 +45,11 @@ class _Sizes:
         return gl.constexpr(self.B.value if self.ONE.value else 1)
 
     @property
+    def SUMS(self):
+        """Stretches of which the sums of x are kept: as many as the blocks of x that are kept reach into."""
+        return gl.constexpr((self.NS.value + self.W.value - 1) // self.W.value)
+
+    @property
     def KINDS(self):
         """Every width once, the largest first."""
         return gl.constexpr(kinds_of(self.WIDTHS.value))
@@ -97,6 +102,12 @@ def part_of(rings, place, j: gl.constexpr, cut: gl.constexpr):
     """What a place in shared memory holds for slice j: [width, 128 or 16], of rings [places * slices of a width, …]."""
     kind: gl.constexpr = kind_of(cut, j)
     return rings[kind].index(place * number_of(cut, kind) + rank_of(cut, j))
+
+
+@gluon.jit
+def place_of_sums(number, cut: gl.constexpr):
+    """Where the sums of the stretch of block `number` stand."""
+    return number // cut.W % cut.SUMS
 
 
 @gluon.jit
