@@ -1,19 +1,19 @@
 """One decoding step of a whole model, kernel by kernel: what stands around the experts, and what they cost themselves.
 
 python tests/benchmarks/bench_step.py [--model qwen3_moe] [--layers 4] [--jobs exact,threshold,uniform,grouped_mm,none]
-"none" is the model without its experts: what no kernel of ours can be faster than.
+"none" is the model without its experts: what no kernel of ours can be faster than. Jobs are built and compiled side by side,
+each in a process of its own, so all of them must fit the device; then times are taken round by round, one job at a time.
 """
 
 import argparse
 import sys
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from itertools import permutations
 from statistics import median
 
 import torch
-from filelock import FileLock
-from torch import nn
+from torch import multiprocessing, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,7 +24,8 @@ from dpamoe.spec import EncodeSpec
 
 OWN = ("exact", "threshold", "uniform")
 SHAPE = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4}
-CONTEXT, STEPS, PROFILED, WARM = 512, 48, 10, 8
+CONTEXT, STEPS, PROFILED, WARM, ROUNDS = 512, 48, 10, 8, 5
+PATIENCE = 1200  # seconds that a job waits for the slowest one to be compiled
 
 
 class NoExperts(nn.Module):
@@ -94,28 +95,47 @@ def table_of(kernels: list, layers: int) -> str:
     return tables.aligned(("µs a step", "launches", "µs each", f"kernel ({layers} layers)"), rows)
 
 
-def run(job: str, config, sites, spec: EncodeSpec, device: torch.device, flags) -> None:
+def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None:
+    """Build the model of a job; when all are built, time it in turn with others. Puts (job, tokens per second by round)."""
     start = time.perf_counter()
+    device, spec = measure.device_of("cuda"), EncodeSpec()
+    config = synthetic.read_config(flags.model, SHAPE | {"num_hidden_layers": flags.layers})
+    _, sites = synthetic.with_sites(config, spec)
     model = build(job, config, sites, spec, device, flags.budget)
     timer = Timer(model, decoding_step(model, job in OWN, device), device)
-    length = flags.context + 10 * STEPS
+    length = flags.context + (2 * ROUNDS) * STEPS
     with torch.no_grad():
         token = timer.prefill(timer.prompt(flags.context), length)
         arguments = (token, torch.full((1, 1), flags.context, device=device), timer.caches[length])
         timer.decode(*arguments, WARM)
-        with FileLock(flags.turn) if flags.turn else nullcontext():
-            if job in OWN:
-                api.stats(model, reset=True)
-            speeds = [STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device) for _ in range(5)]
+        print(f"{job}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        if job in OWN:
+            api.stats(model, reset=True)
+        found = []
+        for _ in range(ROUNDS):
+            round_begins.wait(PATIENCE)
+            with turn:
+                found.append(STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device))
+        speeds.put((job, found))
+        round_begins.wait(PATIENCE)
+        with turn:
             host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
             planes = f", {api.stats(model)['mean_planes']:.3f} planes" if job in OWN else ""
             first = timer.first_token_ms(flags.context)
-    print(f"{job}: all in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    speed, busy = median(speeds), busy_microseconds(kernels)
-    times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
-    print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(speeds):.1f} to {max(speeds):.1f}); {times}")
-    print(f"first token of {flags.context}: {first:.1f} ms, prompts not compiled")
-    print(table_of(kernels, len(sites)), flush=True)
+            speed, busy = median(found), busy_microseconds(kernels)
+            times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
+            print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(found):.1f} to {max(found):.1f}); {times}")
+            print(f"first token of {flags.context}: {first:.1f} ms, prompts not compiled")
+            print(table_of(kernels, len(sites)), flush=True)
+
+
+def beside(speeds: dict[str, list[float]]) -> str:
+    """Every job over each other one: the median over rounds, in each of which the two ran one after the other."""
+    lines = []
+    for job, other in permutations(speeds, 2):
+        ratios = [one / two for one, two in zip(speeds[job], speeds[other], strict=True)]
+        lines.append(f"{job} / {other}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -125,15 +145,20 @@ def main() -> None:
     parser.add_argument("--jobs", default="exact,threshold,uniform,grouped_mm,none")
     parser.add_argument("--budget", type=float, default=4.0)
     parser.add_argument("--context", type=int, default=CONTEXT)
-    parser.add_argument("--turn", help="a file to lock while times are taken, so that other jobs may be built beside")
     flags = parser.parse_args()
-    device, spec = measure.device_of("cuda"), EncodeSpec()
-    config = synthetic.read_config(flags.model, SHAPE | {"num_hidden_layers": flags.layers})
-    _, sites = synthetic.with_sites(config, spec)
-    print(measure.heading(measure.facts(device)))
-    for job in flags.jobs.split(","):
-        run(job, config, sites, spec, device, flags)
-        measure.release(device)
+    jobs, context = flags.jobs.split(","), multiprocessing.get_context("spawn")
+    print(measure.heading(measure.facts(measure.device_of("cuda"))), flush=True)
+    round_begins, turn, speeds = context.Barrier(len(jobs)), context.Lock(), context.SimpleQueue()
+    processes = [context.Process(target=run, args=(job, flags, round_begins, turn, speeds)) for job in jobs]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            round_begins.abort()  # the others would wait for it
+        time.sleep(0.2)
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a job failed; what it said stands above")
+    print("\n" + beside(dict(sorted(speeds.get() for _ in jobs))))
 
 
 if __name__ == "__main__":
