@@ -107,7 +107,7 @@ def test_a_program_whose_first_tile_is_not_that_of_most_planes(monkeypatch, pair
     by = hopper_experts.sort_pairs(ids, chunks, cut, one_k, weight, weight)
     count = int(by.tiles[0, 1])
     most, order = by.tiles[:count, 4::3].amax(1).sort()
-    by.tiles[:count] = by.tiles[:count][order]  # which begins with those that take longest
+    by.tiles[:count] = by.tiles[:count][order]  # fewest planes first, which the sort would not do
     by.tiles[0, 1] = count
     assert most[0] < most.max()
     one = SimpleNamespace(multi_processor_count=1, major=9, minor=0)

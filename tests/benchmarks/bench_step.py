@@ -6,6 +6,7 @@ each in a process of its own, so all of them must fit the device; then times are
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -127,10 +128,11 @@ def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None
             print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(found):.1f} to {max(found):.1f}); {times}")
             print(f"first token of {flags.context}: {first:.1f} ms, prompts not compiled")
             print(table_of(kernels, len(sites)), flush=True)
+        round_begins.wait(PATIENCE)  # nothing is torn down beside what is still timed
 
 
 def beside(speeds: dict[str, list[float]]) -> str:
-    """Every job over each other one: the median over rounds, in each of which the two ran one after the other."""
+    """Every job over each other one: the median over rounds, in each of which both ran."""
     lines = []
     for job, other in permutations(speeds, 2):
         ratios = [one / two for one, two in zip(speeds[job], speeds[other], strict=True)]
@@ -146,16 +148,19 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=4.0)
     parser.add_argument("--context", type=int, default=CONTEXT)
     flags = parser.parse_args()
-    jobs, context = flags.jobs.split(","), multiprocessing.get_context("spawn")
+    jobs, context = list(dict.fromkeys(flags.jobs.split(","))), multiprocessing.get_context("spawn")
     print(measure.heading(measure.facts(measure.device_of("cuda"))), flush=True)
     round_begins, turn, speeds = context.Barrier(len(jobs)), context.Lock(), context.SimpleQueue()
     processes = [context.Process(target=run, args=(job, flags, round_begins, turn, speeds)) for job in jobs]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):
-            round_begins.abort()  # the others would wait for it
-        time.sleep(0.2)
+    signal.signal(signal.SIGTERM, lambda *given: sys.exit("ended by SIGTERM"))
+    try:
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+            time.sleep(0.2)
+    finally:
+        for process in processes:
+            process.terminate()  # those that would wait for one that is no more
     if any(process.exitcode for process in processes):
         raise SystemExit("a job failed; what it said stands above")
     print("\n" + beside(dict(sorted(speeds.get() for _ in jobs))))
