@@ -9,7 +9,6 @@ that planes are read once for all pairs of an expert (`bitserial_rows`, `bitseri
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from dpamoe.kernels.allocation import Allocation, Thresholds
@@ -19,6 +18,7 @@ from dpamoe.kernels.bitserial_rows import cut_kernel, order_kernel
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.paths import BIT_GROUP, BIT_PAIRS, early, has_bit_groups
 from dpamoe.kernels.reference import is_gated
+from dpamoe.kernels.sizes import cdiv, next_power_of_2
 from dpamoe.kernels.triton_experts import counts, rule_of, strides_of, tensors_of
 from dpamoe.kernels.triton_sort import combine_kernel
 
@@ -36,7 +36,7 @@ def usable(pairs: int, active: int, up: EncodedWeight, down: EncodedWeight) -> b
 
     Widths must be whole groups of 128 and tiles of 64 rows.
     """
-    pieces = max(pieces_of(up.in_features, WARPS), triton.cdiv(active * pieces_of(down.in_features, 1), WARPS))
+    pieces = max(pieces_of(up.in_features, WARPS), cdiv(active * pieces_of(down.in_features, 1), WARPS))
     few = (
         pairs <= BIT_PAIRS
         and active <= MOST_SLOTS
@@ -84,7 +84,7 @@ def registers_of(warps: int, programs: int) -> int:
 
 def pieces_of(inputs: int, warps: int) -> int:
     """Pieces of 256 inputs that a warp has, if so many share them."""
-    return triton.cdiv(triton.cdiv(inputs, 256), warps)
+    return cdiv(cdiv(inputs, 256), warps)
 
 
 def _launch(device: torch.device, warps: int, registers: int | None = None) -> dict:
@@ -118,7 +118,7 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     """Two launches: a program for a pair, then for a token."""
     up, up_bias, down, down_bias, activation = block
     tokens, active = ids.shape
-    gated, slots = is_gated(activation), triton.next_power_of_2(active)
+    gated, slots = is_gated(activation), next_power_of_2(active)
     hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
     tables, strides, rule = rule_of(source, chunks)
     held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
@@ -128,7 +128,7 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
         *strides, **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
         ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS, registers),
     )  # fmt: skip
-    pieces = WARPS * triton.cdiv(active * pieces_of(down.in_features, 1), WARPS)
+    pieces = WARPS * cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
         hidden, ids, chunks, gates, *tables[:4], *tensors_of(down, down_bias), out,
@@ -148,7 +148,7 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
     inner = hidden if pairs <= CUT_PAIRS else _cut_rows(hidden, down)
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
     _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, ahead=True)
-    combine_kernel[(ids.shape[0], triton.cdiv(out.shape[1], COLUMNS))](
+    combine_kernel[(ids.shape[0], cdiv(out.shape[1], COLUMNS))](
         rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=out.shape[1], B=COLUMNS,
         **_launch(device, 2),
     )  # fmt: skip
@@ -183,8 +183,8 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     tables, strides, rule = rule_of(source, chunks)
     order_kernel[(tokens, parts + 1)](
         x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
-        *strides, **rule, COUNT=counts(source), A=active, N=triton.next_power_of_2(active), E=experts, IN=up.in_features,
-        C=len(up.planes), P=max(32, triton.next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
+        *strides, **rule, COUNT=counts(source), A=active, N=next_power_of_2(active), E=experts, IN=up.in_features,
+        C=len(up.planes), P=max(32, next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
         **_launch(device, WARPS),
     )  # fmt: skip
     return bits, Order(order, planes, entries)
@@ -205,11 +205,11 @@ def _group(
     programs -= torch.cuda.get_device_capability(out.device) < (9, 0)
     gated = activation != "" and is_gated(activation)
     own, cut = pieces_of(weight.in_features, along), bits.dtype == torch.float32
-    beside = 512 * tiles * triton.cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
+    beside = 512 * tiles * cdiv(2 * own, tiles) if cut else 64 * along * along * (1 + gated)  # bits, or sums of pairs
     room = planes_held(along * tiles * own * (1 + gated), programs, out.device, beside)
     held = min(room, len(weight.planes))
     room = room if weight.unit is not None and room == 8 else held
-    group_kernel[(triton.cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
+    group_kernel[(cdiv(out.shape[1], 16 * tiles), by.entries.shape[0])](
         bits, by.pairs, by.planes, by.entries, *tensors_of(weight, bias), out, **_sizes(weight, bias), SHARING=sharing,
         GATED=gated, ACT=activation, CAP=held, ROOM=room, NWK=along, RT=tiles, CUT=cut,
         AHEAD=ahead, **_launch(out.device, along * tiles, registers_of(along * tiles, programs)),

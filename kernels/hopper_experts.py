@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -15,10 +14,12 @@ from dpamoe.kernels.hopper_tiles import kinds_of
 from dpamoe.kernels.layout import EncodedWeight, group_width
 from dpamoe.kernels.paths import early
 from dpamoe.kernels.reference import is_gated
+from dpamoe.kernels.sizes import cdiv, next_power_of_2
 
 WARPS = 4  # one warp group
 ROWS = 64  # of a weight, that a warp group computes
 BLOCK = 128  # inputs that one word of each of four lanes holds
+ROWS_LAYOUT, SUMS_LAYOUT = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(32, 16, 2)  # of rows of x, and of their sums
 SHARED = 232448  # bytes of shared memory that a program can have
 REST = 28  # registers of a lane beside what is unpacked and the sums
 PAIRS_AT_ONCE = 1 << 17  # of a block; a longer prompt is computed in parts, since every pair has a prepared row of its own
@@ -106,7 +107,7 @@ def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
         groups = BLOCK * words // group_width(weight.in_features, weight.group_size)
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
-    rows = sum(cut.widths) * (2 * BLOCK * cut.kept + 32 * triton.cdiv(cut.kept, fewest))  # of x, and their sums
+    rows = sum(cut.widths) * (2 * BLOCK * cut.kept + 32 * cdiv(cut.kept, fewest))  # of x, and their sums
     return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
 
 
@@ -173,9 +174,9 @@ def prepare_rows(x: Tensor, by: Sorted, sharing: int, weight: EncodedWeight) -> 
     width, words, pairs = weight.in_features, words_at_once(weight), by.order.numel()
     ready = torch.empty(pairs, width + width // (words * BLOCK) * 16, dtype=torch.float16, device=x.device)
     factor = torch.empty(pairs, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     rows = 1 if sharing else max(1, 4096 // padded)  # 32 numbers for a lane
-    prepare_kernel[(triton.cdiv(x.shape[0], rows),)](
+    prepare_kernel[(cdiv(x.shape[0], rows),)](
         x, by.places, ready, factor, x.stride(0), x.shape[0], A=sharing, IN=width, PAD=padded, W=words, ROWS=rows, num_warps=4,
         **early(x.device),
     )  # fmt: skip
@@ -191,12 +192,13 @@ def product(
     """
     cut, words = by.cut, words_at_once(weight)
     ready, factor = prepare_rows(x, by, sharing, weight)
-    rows = [TensorDescriptor.from_tensor(ready, [width, BLOCK], gl.NVMMASharedLayout(128, 16, 2)) for width in cut.kinds]
-    sums = [TensorDescriptor.from_tensor(ready, [width, 16], gl.NVMMASharedLayout(32, 16, 2)) for width in cut.kinds]
+    rows = {width: TensorDescriptor.from_tensor(ready, [width, BLOCK], ROWS_LAYOUT) for width in set(cut.kinds)}
+    sums = {width: TensorDescriptor.from_tensor(ready, [width, 16], SUMS_LAYOUT) for width in set(cut.kinds)}
     chips = torch.cuda.get_device_properties(x.device).multi_processor_count
-    blocks = triton.cdiv(weight.offset.shape[1], ROWS * cut.groups)
+    blocks = cdiv(weight.offset.shape[1], ROWS * cut.groups)
     hopper_prefill_kernel[(min(chips, blocks * by.tiles.shape[0]),)](
-        *rows, *sums, factor, by.order, by.tiles, by.peaks[int(second)], ready.shape[0], 0,
+        *map(rows.get, cut.kinds), *map(sums.get, cut.kinds), factor, by.order, by.tiles, by.peaks[int(second)],
+        ready.shape[0], 0,
         *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpamoe.kernels import triton_threshold
+from dpamoe.kernels.sizes import cdiv, next_power_of_2
 from dpamoe.kernels.triton_rank import FORBIDDEN, extra_of, finite, is_held, key_of, selected, token_of
 from dpamoe.kernels.triton_threshold import add_counts
 
@@ -270,7 +271,7 @@ def allocate(
     here = spent if tokens <= _COUNTED_HERE else None
     if chunks.numel():
         numbers, picks = _room(tokens, active, columns - k_min, convex, chunks.device)
-        padded = triton.next_power_of_2(active)
+        padded = next_power_of_2(active)
         warps = 1 if padded <= 8 else min(16, padded // 4)
         _allocate_kernel[(tokens,)](
             gates, expert_ids, residuals, budget, k_max, chunks, residuals.shape[0], numbers, picks,
@@ -292,7 +293,7 @@ def allocate_dispatch(
     section 3.3.
     """
     (tokens, active), (experts, columns) = expert_ids.shape, residuals.shape
-    pairs, device, padded = tokens * active, expert_ids.device, triton.next_power_of_2(experts)
+    pairs, device, padded = tokens * active, expert_ids.device, next_power_of_2(experts)
     chunks = torch.empty(tokens, active, dtype=torch.int32, device=device)
     if not pairs:
         return chunks
@@ -301,21 +302,21 @@ def allocate_dispatch(
     rows, warps = max(1, min(32, 2048 // padded)), min(16, max(8, padded // 32))
     parts, count, small = None, 0, pairs <= 2 * _TILES.value * rows  # one program does these sooner than more launches
     if not small:
-        each = max(_LEAST_PAIRS, _PAIRS * triton.cdiv(pairs, _PAIRS * _MOST_PARTS))
-        count = triton.cdiv(pairs, each)
+        each = max(_LEAST_PAIRS, _PAIRS * cdiv(pairs, _PAIRS * _MOST_PARTS))
+        count = cdiv(pairs, each)
         parts = torch.empty(count, experts, dtype=torch.float64, device=device)
-        _sum_kernel[(count, triton.cdiv(experts, _EXPERTS))](
+        _sum_kernel[(count, cdiv(experts, _EXPERTS))](
             gates, expert_ids, parts, pairs, each, experts, *gates.stride(), *expert_ids.stride(),
             A=active, PAIRS=_PAIRS, EXPERTS=_EXPERTS,
         )  # fmt: skip
     block = 64 * warps
-    _dispatch_kernel[(min(_MOST_SHARES, triton.cdiv(pairs, block)) if convex and not small else 1,)](
+    _dispatch_kernel[(min(_MOST_SHARES, cdiv(pairs, block)) if convex and not small else 1,)](
         gates, expert_ids, parts, count, residuals, budget, k_max, planes, chunks, pairs, experts, numbers, picks,
         *gates.stride(), *expert_ids.stride(), *residuals.stride(), spent, K_MIN=k_min, C=columns - 1, A=active, E_PAD=padded,
         ROWS=rows if small else 4 * rows, BLOCK=block, CONVEX=convex, **_options(warps),
     )  # fmt: skip
     if not convex and not small:
-        _hand_out[(triton.cdiv(pairs, _BLOCK),)](
+        _hand_out[(cdiv(pairs, _BLOCK),)](
             expert_ids, planes, chunks, pairs, experts, *expert_ids.stride(), spent, A=active, C=columns - 1, BLOCK=_BLOCK
         )
     return chunks

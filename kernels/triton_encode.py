@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dpamoe.kernels.layout import group_width
+from dpamoe.kernels.sizes import cdiv, next_power_of_2
 from dpamoe.kernels.triton_unpack import OFFSET_STEPS, tied_scale
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -358,7 +359,7 @@ def encode_with(
     """
     experts, out_features, in_features = weight.shape
     group, groups, width = group_width(in_features, group_size), offset.shape[-1], planes[0].shape[-1]
-    padded = triton.next_power_of_2(group)
+    padded = next_power_of_2(group)
     word, whole = min(padded, max(PART, padded // THREADS)), padded * groups == in_features
     block = max(1, THREADS * word // padded)
     step = max(1, LAUNCH_WEIGHTS // (out_features * in_features))
@@ -368,11 +369,11 @@ def encode_with(
         levels = tuple(own[count:]), own_offset, None if unit is None else unit[first : first + step]
         rows, shape = part.shape[0] * out_features, (out_features, in_features, groups, *part.stride())
         with torch.cuda.device_of(weight):
-            fit[(triton.cdiv(rows * groups, block),)](
+            fit[(cdiv(rows * groups, block),)](
                 part, *levels, rows * groups, *shape, float(beta),
                 group, word, padded // word, whole, block, count, *settings, num_warps=4,
             )  # fmt: skip
-            write_planes[(triton.cdiv(rows * width, WRITE_BYTES),)](
+            write_planes[(cdiv(rows * width, WRITE_BYTES),)](
                 part, tuple(own[:count]), *levels, rows * width, *shape, group, count, WRITE_BYTES, num_warps=4
             )
         if progress is not None:

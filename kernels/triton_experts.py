@@ -13,6 +13,7 @@ from dpamoe.kernels.allocation import Allocation, Thresholds
 from dpamoe.kernels.layout import EncodedWeight, group_width, groups_of
 from dpamoe.kernels.paths import early
 from dpamoe.kernels.reference import is_gated
+from dpamoe.kernels.sizes import cdiv, next_power_of_2
 from dpamoe.kernels.triton_decode import down_kernel, up_kernel
 from dpamoe.kernels.triton_prefill import prefill_kernel
 from dpamoe.kernels.triton_sort import combine_kernel, count_kernel, prepare_kernel, scan_kernel, sort_kernel
@@ -126,13 +127,13 @@ def decode_up(
     block, per_program = block_of(weight), 8 if x.is_cuda else 64
     slot = x.stride(1) if x.dim() == 3 else 0
     tables, strides, rule = rule_of(source, chunks)
-    up_kernel[(tokens * active, triton.cdiv(out.shape[-1], per_program))](
+    up_kernel[(tokens * active, cdiv(out.shape[-1], per_program))](
         x, ids, chunks, *tables, *tensors_of(weight, bias), out, x.stride(0), slot,
         *strides_of(ids, chunks, tables[0]), *strides,
         A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, ACT=act,
         GATED=act != "" and is_gated(act), BLOCK=block, ROWS=per_program,
-        UNITS=min(16, triton.next_power_of_2(triton.cdiv(weight.in_features, block))),
-        **rule, COUNT=counts(source), A_PAD=triton.next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
+        UNITS=min(16, next_power_of_2(cdiv(weight.in_features, block))),
+        **rule, COUNT=counts(source), A_PAD=next_power_of_2(active), ASM=x.is_cuda, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,12 +143,12 @@ def decode_down(
     """out [T, rows] = sum over slots of gate * (W_k hidden + bias); hidden fp32 [P, I]."""
     tokens, active = ids.shape
     block, per_program = block_of(weight), 8 if hidden.is_cuda else 64
-    units = active * triton.cdiv(weight.in_features, block)
+    units = active * cdiv(weight.in_features, block)
     at_once, warps = (32, 8) if tokens <= 2 else (16, 4)  # few programs: more of a row in each
-    down_kernel[(tokens, triton.cdiv(out.shape[1], per_program))](
+    down_kernel[(tokens, cdiv(out.shape[1], per_program))](
         hidden, ids, chunks, gates, *tensors_of(weight, bias), out, *strides_of(ids, chunks, gates),
         A=active, E=weight.offset.shape[0], **shape_of(weight), BIAS=bias is not None, BLOCK=block,
-        UNITS=min(at_once, triton.next_power_of_2(units)), ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
+        UNITS=min(at_once, next_power_of_2(units)), ROWS=per_program, ASM=hidden.is_cuda, num_warps=warps,
     )  # fmt: skip
 
 
@@ -177,8 +178,8 @@ def sort_into(
     (pairs, active), experts, device = (ids.numel(), ids.shape[1]), up.offset.shape[0], ids.device
     order, levels = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))  # both aligned
     peaks = torch.empty(2, experts, dtype=torch.float32, device=device)
-    keys = 8 * triton.next_power_of_2(experts)
-    blocks = triton.cdiv(pairs, SORT_BLOCK)
+    keys = 8 * next_power_of_2(experts)
+    blocks = cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
@@ -201,17 +202,17 @@ def sort_options(keys: int) -> dict[str, int]:
 
 def scan_cut(blocks: int, keys: int) -> dict[str, int]:
     """How `scan_kernel` is cut: up to 256 blocks at once, so that it hardly ever goes on to further ones, and so many keys."""
-    at_once = min(256, max(32, triton.next_power_of_2(blocks)))
+    at_once = min(256, max(32, next_power_of_2(blocks)))
     return {"KEYS": keys, "SOME": min(keys, max(16, 2048 // at_once)), "AT_ONCE": at_once, "num_warps": max(4, at_once // 32)}
 
 
 def prepare_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows for the prefill kernel, fp16 [R, width in whole stretches of 128], and a factor for each, fp32 [R]."""
     rows, width = x.shape
-    stretches = triton.cdiv(width, 128)
+    stretches = cdiv(width, 128)
     ready = torch.empty(rows, stretches * 128, dtype=torch.float16, device=x.device)
     factor = torch.empty(rows, dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(stretches)
+    padded = next_power_of_2(stretches)
     prepare_kernel[(rows,)](x, ready, factor, x.stride(0), IN=width, STRETCHES=stretches, STRETCHES_PAD=padded)
     return ready, factor
 
@@ -226,7 +227,7 @@ def prefill_product(
     """
     tile, gated = by.tile, act != "" and is_gated(act)
     ready, factor = prepare_rows(x)
-    grid = (triton.cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
+    grid = (cdiv(weight.offset.shape[1], tile.rows) * by.tiles.shape[0],)
     for mixed, pairs, part in ((False, tile.pairs, tile.part), (True, tile.mixed, tile.mixed)):
         prefill_kernel[grid](
             ready, factor, by.order, by.levels, by.tiles, by.peaks[int(second)], *tensors_of(weight, bias), out,
@@ -249,8 +250,8 @@ def decode_ffn(x, ids, gates, chunks, up, up_bias, down, down_bias, activation: 
 def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: int, out: Tensor) -> None:
     """out [T, H] = sum over slots, in order, of gate * the row of the pair; rows [P, H]."""
     tokens, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(1024, next_power_of_2(width))
+    combine_kernel[(tokens, cdiv(width, block))](
         rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block,
         PDL=False,
     )  # fmt: skip

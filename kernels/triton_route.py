@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpamoe.kernels.paths import early
 from dpamoe.kernels.routing import LEAST_SUM, Rule
+from dpamoe.kernels.sizes import next_power_of_2
 from dpamoe.kernels.triton_wait import wait_for_before
 
 STRUCK = tl.constexpr(-(1 << 31))  # below the key of every number
@@ -140,7 +141,7 @@ def linear(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
     logits = torch.empty(tokens, experts, dtype=x.dtype, device=x.device)
     linear_kernel[(experts, tokens)](
         x, weight, weight if shift is None else shift.contiguous(), logits, x.stride(0), weight.stride(0), IN=features,
-        BLOCK=min(2048, triton.next_power_of_2(features)), SHIFT=shift is not None, num_warps=4, **early(x.device),
+        BLOCK=min(2048, next_power_of_2(features)), SHIFT=shift is not None, num_warps=4, **early(x.device),
     )  # fmt: skip
     return logits
 
@@ -151,12 +152,12 @@ def route(logits: Tensor, bias: Tensor | None, rule: Rule, dtype: torch.dtype) -
     ids = torch.empty(tokens, rule.active, dtype=torch.int64, device=logits.device)
     gates = torch.empty(tokens, rule.active, dtype=dtype, device=logits.device)
     if tokens:
-        wide = triton.next_power_of_2(experts)
+        wide = next_power_of_2(experts)
         route_kernel[(tokens,)](
             logits, logits if bias is None else bias.contiguous(), ids, gates, rule.scale, *logits.stride(),
-            E=experts, P=wide, A=rule.active, N=triton.next_power_of_2(rule.active), SCORE=rule.score, NORM=rule.norm,
+            E=experts, P=wide, A=rule.active, N=next_power_of_2(rule.active), SCORE=rule.score, NORM=rule.norm,
             BIAS=bias is not None, GROUPS=rule.groups, KEPT=rule.kept_groups,
-            TWO=rule.group_score == "two" and experts > rule.groups, G=triton.next_power_of_2(rule.groups),
+            TWO=rule.group_score == "two" and experts > rule.groups, G=next_power_of_2(rule.groups),
             num_warps=1 if wide <= 512 else 4, **early(logits.device),
         )  # fmt: skip
     return ids, gates

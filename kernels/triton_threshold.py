@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpamoe.kernels.sizes import cdiv
+
 BLOCK = 256  # pairs of one program
 
 
@@ -60,7 +62,7 @@ def count(chunks: Tensor, spent: Tensor) -> None:
     """As `ops.count`, in one launch; tensors on one device."""
     if chunks.numel():
         chunks = chunks.contiguous()
-        count_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
+        count_kernel[(cdiv(chunks.numel(), BLOCK),)](
             chunks, spent, chunks.numel(), C=spent.numel() - 1, BLOCK=BLOCK, num_warps=4
         )
 
@@ -74,7 +76,7 @@ def allocate_threshold(
     """
     chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=expert_ids.device)
     if chunks.numel():
-        threshold_kernel[(triton.cdiv(chunks.numel(), BLOCK),)](
+        threshold_kernel[(cdiv(chunks.numel(), BLOCK),)](
             gates, expert_ids, thresholds, k_max, chunks, chunks.numel(), thresholds.shape[0],
             *gates.stride(), *expert_ids.stride(), *thresholds.stride(), spent,
             A=expert_ids.shape[1], C=thresholds.shape[1], BLOCK=BLOCK, num_warps=4,
