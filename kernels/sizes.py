@@ -7,5 +7,5 @@ def cdiv(whole: int, part: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two from `number`, 1 at least, on."""
-    return 1 << (number - 1).bit_length()
+    """The smallest power of two from `number` on, 1 for none."""
+    return 1 << max(0, number - 1).bit_length()

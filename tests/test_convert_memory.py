@@ -13,7 +13,8 @@ LAYERS = 5
 PROGRAM = r"""
 import re, sys, torch
 from dpamoe import EncodeSpec, SpendSpec, calibration, convert, own_text
-ids = torch.randint(3, 512, (2048,), generator=torch.Generator().manual_seed(0))
+count = 512 if sys.argv[3] == "weighed" else 2048  # what is measured goes through all layers again and again
+ids = torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(0))
 if sys.argv[3] != "own":
     convert.calibration_batches = lambda job, plan, partial: calibration.id_batches(plan.model, ids)
 calibration.WRITTEN_TOKENS, own_text.SHARE = 3, 0.0  # each of them, or of the passes that weigh, reads all layers again

@@ -10,6 +10,6 @@ def test_parts_that_hold_the_whole(whole, part, parts):
     assert cdiv(whole, part) == parts
 
 
-@pytest.mark.parametrize("number, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**33 - 1, 2**33)])
+@pytest.mark.parametrize("number, power", [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**33 - 1, 2**33)])
 def test_the_power_of_two_from_a_number_on(number, power):
     assert next_power_of_2(number) == power
