@@ -71,21 +71,8 @@ def _begin(accs, numbers, rings, place, count: gl.constexpr, cut: gl.constexpr):
 @gluon.jit
 def _finished(accs):
     """Wait for what was begun."""
-    if len(accs) == 1:
-        new = (hopper.warpgroup_mma_wait(0, deps=[accs[0]]),)
-    elif len(accs) == 2:
-        a, b = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1]])
-        new = (a, b)
-    elif len(accs) == 3:
-        a, b, c = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2]])
-        new = (a, b, c)
-    elif len(accs) == 4:
-        a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3]])
-        new = (a, b, c, d)
-    else:
-        a, b, c, d, e = hopper.warpgroup_mma_wait(0, deps=[accs[0], accs[1], accs[2], accs[3], accs[4]])
-        new = (a, b, c, d, e)
-    return new
+    done = hopper.warpgroup_mma_wait(0, deps=accs)
+    return (done,) if len(accs) == 1 else done
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 BUDGETS = [2, 3, 4, 5, 6, 8]
+FEWER = [2, 3, 4, 8]
 ALLOCATIONS = ["dpa", "uniform", "gate-linear", "gate-only", "residual-only"]
 
 
@@ -21,7 +22,7 @@ def points(shared):
 @pytest.fixture(scope="module")
 def ablations(shared):
     """All allocations over fewer tokens at some budgets: their KL differ by much, or not at all."""
-    return evaluated(shared, 5000, [2, 3, 4, 8], ALLOCATIONS)
+    return evaluated(shared, 5000, FEWER, ALLOCATIONS)
 
 
 def evaluated(shared, tokens, budgets, allocations):
@@ -49,7 +50,7 @@ def test_dpa_against_uniform(points, budget, bound):
 
 @pytest.mark.parametrize("budget", [3, 4])
 def test_squared_gate_against_gate(ablations, budget):
-    """Measured .828, .830 over 20,000 tokens."""
+    """Measured .826, .827; over 20,000 tokens .828, .830."""
     assert ablations["dpa", budget]["kl"] <= 0.90 * ablations["gate-linear", budget]["kl"]
 
 
@@ -69,7 +70,7 @@ def test_no_choice_makes_no_difference(ablations, budget):
 
 
 def test_more_planes_are_better_and_cost_what_they_should(points, ablations):
-    for found, budgets, allocations in ((points, BUDGETS, ALLOCATIONS[:2]), (ablations, [2, 3, 4, 8], ALLOCATIONS)):
+    for found, budgets, allocations in ((points, BUDGETS, ALLOCATIONS[:2]), (ablations, FEWER, ALLOCATIONS)):
         for name in allocations:
             values = [found[name, budget]["kl"] for budget in budgets]
             assert values == sorted(values, reverse=True) and values[-1] > 0

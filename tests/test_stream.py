@@ -312,8 +312,8 @@ def start(source, out, limit=0, allocator="exact"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allocator, times", [("exact", 20), ("threshold", 10)])
-def test_kills_at_random_moments(source, unbroken, allocator, times):
+@pytest.mark.parametrize("allocator", ["exact", "threshold"])
+def test_twenty_kills_at_random_moments(source, unbroken, allocator):
     """From when the program begins to write until it is done; each run goes on where the last one died."""
     began = time.monotonic()
     assert start(source, folder(source, f"timed {allocator}"), allocator=allocator).wait() == 0
@@ -322,7 +322,7 @@ def test_kills_at_random_moments(source, unbroken, allocator, times):
     moments, kills = random.Random(0), 0
     for number in range(200):
         out = folder(source, f"killed {allocator} {number}")
-        while kills < times and not out.exists():
+        while kills < 20 and not out.exists():
             run = start(source, out, allocator=allocator)
             while run.poll() is None and not out.with_name(out.name + ".partial").exists():
                 time.sleep(0.005)
@@ -336,9 +336,9 @@ def test_kills_at_random_moments(source, unbroken, allocator, times):
         if not out.exists() or (out / checkpoint.MARKER).exists():
             assert start(source, out, allocator=allocator).wait() == 0
         assert own(out) == expected
-        if kills >= times:
+        if kills >= 20:
             break
-    assert kills >= times
+    assert kills >= 20
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None
     _, sites = synthetic.with_sites(config, spec)
     model = build(job, config, sites, spec, device, flags.budget)
     timer = Timer(model, decoding_step(model, job in OWN, device), device)
-    length = flags.context + (2 * ROUNDS) * STEPS
+    length = flags.context + 2 * ROUNDS * STEPS
     with torch.no_grad():
         token = timer.prefill(timer.prompt(flags.context), length)
         arguments = (token, torch.full((1, 1), flags.context, device=device), timer.caches[length])
