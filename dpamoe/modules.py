@@ -199,7 +199,7 @@ class EncodedExperts(nn.Module):
         arguments = (seen, index, table, self.budget, self.k_max, self.least, convex)
         if self.spend.allocator == "threshold" and allocation == "dpa":
             own = self.thresholds * self.shift.exp2() if self.follows else self.thresholds
-            return torch.ops.dpamoe.allocate_threshold(weights, index, own, self.k_max)
+            return torch.ops.dpamoe.allocate_threshold(weights, index, own, self.k_max, self.least)
         if scope == "dispatch":
             return torch.ops.dpamoe.allocate_dispatch(*arguments)
         return torch.ops.dpamoe.allocate(*arguments)

@@ -31,6 +31,7 @@ class Thresholds:
     thresholds: Tensor
     k_max: Tensor
     spent: Tensor | None = None
+    k_min: int = 0
 
 
 def count(chunks: Tensor, spent: Tensor) -> None:

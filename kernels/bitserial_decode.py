@@ -8,22 +8,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.bitserial_planes import bring_table, keep_planes, planes_of_slot, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, place_pieces
+from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, keep_planes, look, square_layout
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
     ask_rows,
     buffers_for,
     column_weights,
-    copy,
     cut,
-    pair_places,
-    pairs_layout,
     places,
     reads,
     room_for_sums,
     scaled,
-    scales_of,
     scales_of_rows,
     summed,
     two_planes,
@@ -31,16 +28,9 @@ from dpamoe.kernels.bitserial_product import (
     with_offset,
     words_layout,
 )
-from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales, tied_scales_of_rows
+from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales_of_rows
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
-
-
-@gluon.constexpr_function
-def own_copy_layout(NW):
-    """[16, 8 NW] words copied 16 bytes at a time, each warp the 8 columns that it will read."""
-    warps = [[0, 8 << i] for i in range(NW.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [1, 0], [2, 0], [4, 0], [8, 0]], warps, [], [16, 8 * NW])
 
 
 @gluon.jit
@@ -67,7 +57,7 @@ def up_kernel(
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
-    Rules as in `planes_of_token`, k as in `keep_planes` where it is not given. The K_MIN first planes do not wait for k.
+    Rules as in `look`, k as in `keep_planes` where it is not given. The K_MIN first planes do not wait for k.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -80,11 +70,12 @@ def up_kernel(
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
-    ask_rows(buffers, planes, first_row, 0, EARLY, C, IN, WIDTH, PIECES, MATRICES, NW, 1)
-    k = planes_of_slot(
-        chunks, gates, ids, table, budget, k_max, token, slot, chunks_token, chunks_slot, gates_token, gates_slot,
-        ids_token, ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
-    )  # fmt: skip
+    pairs = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
+    rule = (table, budget, k_max, row, column, budget_token)
+    seen = look(chunks, pairs, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
+    ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
+    found = fetch(seen, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
+    k = decide(seen, found, slot, False, RULE, C, K_MIN, N, NW)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if RULE != "given":
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
@@ -202,27 +193,29 @@ def down_kernel(
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
-    Rules as in `planes_of_token`, which sees gates of its own: k is found anew, since the kernel before has not written it when
-    planes are asked for.
+    Rules as in `look`, which sees gates of its own: k is found anew, since the kernel before has not written it when
+    planes are asked for. The K_MIN first planes do not wait for k.
     SPARE: pieces of shared memory that only keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
+    EARLY: gl.constexpr = min(K_MIN, CAP)
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
-    every = planes_of_token(
-        chunks, seen, ids, table, budget, k_max, token, chunks_token, chunks_slot, seen_token, seen_slot, ids_token,
-        ids_slot, row, column, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
-    )  # fmt: skip
-    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
-    of_slot = 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-    packed = gl.sum(every.to(gl.int64) << of_slot, 0)
+    pairs = (seen, ids, seen_token, seen_slot, ids_token, ids_slot)
+    rule = (table, budget, k_max, row, column, budget_token)
     ids, gates = ids + token * ids_token, gates + token * gates_token
-    if most > C:  # never, which no compiler knows
-        for spare in gl.static_range(SPARE):
-            buffers[CAP * PIECES + spare].store(gl.zeros([16, 8 * NW], gl.int32, words_layout(NW)))
-    found = _pieces(ids, gates, packed, ids_slot, gates_slot, A, E, IN, PIECES, NW)
-    _ask_pieces(buffers, planes, found, tile * 16, OUT, IN, CAP, PIECES, NW)
-    pieces = _places_of(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
+    found = find_pieces(ids, gates, ids_slot, gates_slot, A, E, IN, PIECES, NW)
+    slots = look(chunks, pairs, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
+    ask_pieces(buffers, planes, found, tile * 16, 0, EARLY, OUT, IN, PIECES, NW)
+    every = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
+    every = decide(slots, every, 0, True, RULE, C, K_MIN, N, NW)
+    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
+    packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))), 0)
+    _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
+    found = give_planes(found, packed, PIECES)
+    ask_pieces(buffers, planes, found, tile * 16, EARLY, CAP, OUT, IN, PIECES, NW)
+    async_copy.commit_group()
+    pieces = place_pieces(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL)
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
@@ -230,6 +223,14 @@ def down_kernel(
     if BIAS:
         result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)
     gl.store(out + token * OUT + at, result.to(out.dtype.element_ty))
+
+
+@gluon.jit
+def _hold_spare(buffers, never, first: gl.constexpr, SPARE: gl.constexpr, NW: gl.constexpr):
+    """Keep SPARE pieces of shared memory from `first` on, which nobody uses: no compiler knows that `never` is false."""
+    if never:
+        for spare in gl.static_range(SPARE):
+            buffers[first + spare].store(gl.zeros([16, 8 * NW], gl.int32, words_layout(NW)))
 
 
 @gluon.jit
@@ -241,96 +242,6 @@ def _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A: gl.constexpr,
             own = bias + gl.load(ids + s * ids_slot).to(gl.int64) * OUT
             total += gl.load(gates + s * gates_slot).to(gl.float32) * gl.load(own + at).to(gl.float32)
     return total
-
-
-@gluon.constexpr_function
-def by_warp(layout, NW):
-    """The layout of words [16, 8 NW] with a dimension for the warps, [16, NW, 8]."""
-    lanes = [[base[0], 0, base[1]] for base in layout.lane_bases]
-    regs = [[base[0], 0, base[1]] for base in layout.reg_bases]
-    return gl.DistributedLinearLayout(regs, lanes, [[0, 1 << i, 0] for i in range(NW.bit_length() - 1)], [], [16, NW, 8])
-
-
-@gluon.jit
-def _spread(value, layout: gl.constexpr, NW: gl.constexpr):
-    """One number of each warp [NW], as a tensor of words."""
-    value = gl.convert_layout(value, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(layout, NW))), assert_trivial=True)
-    whole = value[None, :, None].broadcast_to([16, NW, 8]).reshape([16, 8 * NW])
-    return gl.convert_layout(whole, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _beside(value, NW: gl.constexpr):
-    """One number of each warp [NW], along the middle of `pairs_layout`."""
-    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(NW)))
-    return gl.convert_layout(value, layout, assert_trivial=True)[None, :, None]
-
-
-@gluon.jit
-def _pieces(
-    ids, gates, packed, ids_slot, gates_slot, A: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr,
-    NW: gl.constexpr,
-):  # fmt: skip
-    """Pairs of groups of each warp: planes, expert, slot, number in the row, gate; all [NW]."""
-    PAIRS: gl.constexpr = (IN + 255) // 256
-    warp = gl.arange(0, NW, gl.SliceLayout(0, gl.SliceLayout(2, by_warp(words_layout(NW), NW))))
-    found = ()
-    for p in gl.static_range(PIECES):
-        number = warp * PIECES + p
-        slot = gl.minimum(number // PAIRS, A - 1)
-        k = gl.where(number < A * PAIRS, (packed >> (4 * slot)) & 15, 0).to(gl.int32)
-        expert = gl.load(ids + slot * ids_slot, mask=k > 0, other=0).to(gl.int64)
-        gate = gl.load(gates + slot * gates_slot, mask=k > 0, other=0.0).to(gl.float32)
-        found = found + ((k, expert, slot, number % PAIRS, gate),)
-    return found
-
-
-@gluon.jit
-def _ask_pieces(
-    buffers, planes, found, first_row, OUT: gl.constexpr, IN: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr,
-    NW: gl.constexpr,
-):  # fmt: skip
-    """Copy the planes that are read of every warp's pairs of groups."""
-    copied: gl.constexpr = own_copy_layout(NW)
-    word = gl.arange(0, 8 * NW, gl.SliceLayout(0, copied))[None, :] % 8
-    line = first_row + gl.arange(0, 16, gl.SliceLayout(1, copied))[:, None]
-    for p in gl.static_range(PIECES):
-        k, expert, _, pair, _ = found[p]
-        own = gl.max_contiguous(gl.multiple_of(_spread(pair, copied, NW) * 8 + word, [1, 4]), [1, 4])
-        at = (_spread(expert * OUT, copied, NW) + line) * (IN // 32) + own
-        at = gl.max_contiguous(gl.multiple_of(at, [1, 4]), [1, 4])
-        reached = gl.max_constancy(gl.where(own < IN // 32, _spread(k, copied, NW), 0), [1, 4])
-        for c in gl.static_range(CAP):
-            copy(buffers[c * PIECES + p], planes[c].to(gl.pointer_type(gl.int32)) + at, mask=c < reached)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _places_of(
-    found, scales, offset, unit, first_input, first_row, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
-):  # fmt: skip
-    """Of each piece: planes, also of each word, where words stand, gate, where its inputs begin, the first's number, scales."""
-    r, column, input_ = places(NW, TIED)
-    line, _, own = pair_places(NW, 1)
-    words: gl.constexpr = words_layout(NW)
-    pieces = ()
-    for p in gl.static_range(PIECES):
-        k, expert, slot, pair, gate = found[p]
-        row = expert * OUT
-        if TIED:
-            gate *= gl.load(unit + expert)
-            of_row, of_word = _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW) * 8 + column % 8
-            scale = tied_scales(scales[0], offset, of_row, of_word, _spread(k, words, NW) > 0, IN, TIED)
-        else:
-            of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
-            scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
-        source = first_input + _spread(slot, words, NW) * IN
-        k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
-        word = pair * 8 + column % 8
-        at = row * (IN // 32) + word
-        pieces = pieces + ((k, reads(word, k, IN), at, _spread(gate, words, NW), source, pair * 256 + input_, scale),)
-    return pieces
 
 
 @gluon.jit

@@ -3,8 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_planes, finite, is_held, key_of
-from dpamoe.kernels.triton_threshold import planes_above
+from dpamoe.kernels.bitserial_product import barrier
+from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_of, finite, is_held, key_of
+from dpamoe.kernels.triton_threshold import count_above
 
 _BRING = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
@@ -43,87 +44,130 @@ def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.co
 
 
 @gluon.jit
-def _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A: gl.constexpr, E: gl.constexpr):
-    """Expert, whether there is one, and gate^2 in fp32 of these slots."""
+def _slots(pairs, token, slot, A: gl.constexpr, E: gl.constexpr):
+    """Expert, whether there is one, and gate of these slots; pairs: gates, ids, and their strides."""
+    gates, ids, gates_token, gates_slot, ids_token, ids_slot = pairs
     expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
-    gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0).to(gl.float32)
+    gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0)
     held = is_held(expert, E)
-    return gl.where(held, expert, 0).to(gl.int32), held, gate * gate
+    return gl.where(held, expert, 0).to(gl.int32), held, gate
 
 
 @gluon.jit
-def _key(residuals, expert, square, step, row, column, K_MIN: gl.constexpr, C: gl.constexpr):
-    """Keys of the gain of plane K_MIN + step; of no meaning beyond the last."""
-    upper = residuals + expert * row + (K_MIN + step) * column
+def _errors(table, row, column, expert, step, K_MIN: gl.constexpr, C: gl.constexpr):
+    """Errors of experts with K_MIN + step planes, and with one more; of no meaning beyond the last."""
+    at = table + expert * row + (K_MIN + step) * column
     there = step < C - K_MIN
-    return key_of(finite(square), gl.load(upper, mask=there, other=0.0), gl.load(upper + column, mask=there, other=0.0))
+    return gl.load(at, mask=there, other=0.0), gl.load(at + column, mask=there, other=0.0)
 
 
 @gluon.jit
-def _by_rank(
-    gates, ids, residuals, budget, k_max, token, first, gates_token, gates_slot, ids_token, ids_slot, row, column,
-    budget_token, OWN: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
+def _steps(first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
+    """Slot and step of all rivals, [N steps, 1], and of ALL slots or one, `first`, [1, own steps]."""
+    STEPS: gl.constexpr = padded_steps(C - K_MIN)
+    OWN: gl.constexpr = N * STEPS if ALL else STEPS
+    layout: gl.constexpr = steps_layout(OWN, NW)
+    rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
+    own = gl.arange(0, OWN, gl.SliceLayout(0, layout))[None, :]
+    return rival // STEPS, rival % STEPS, first + own // STEPS, own % STEPS
+
+
+@gluon.jit
+def look(
+    chunks, pairs, token, first, chunks_token, chunks_slot,
+    ALL: gl.constexpr, RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
+    N: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """What a rule sees of a token's slots, for `fetch` and `decide`.
+
+    ALL: of N of them, A as a power of two, 16 at most, from `first` on, which is 0; else of one, `first`, in scalars.
+    pairs: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k; "threshold", "rank": experts and gates.
+    """
+    if RULE == "rank":
+        slot, _, own_slot, _ = _steps(first, ALL, C, K_MIN, N, NW)
+        seen = _slots(pairs, token, slot, A, E), _slots(pairs, token, own_slot, A, E)
+    else:
+        slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))) if ALL else first
+        if RULE == "threshold":
+            seen = _slots(pairs, token, slot, A, E)
+        else:
+            expert = gl.load(pairs[1] + token * pairs[4] + slot * pairs[5], mask=slot < A, other=E)
+            seen = is_held(expert, E), gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
+    return seen
+
+
+@gluon.jit
+def fetch(
+    seen, rule, token, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
+    COLUMNS: gl.constexpr, N: gl.constexpr, NW: gl.constexpr, BEHIND: gl.constexpr,
+):  # fmt: skip
+    """What a rule says of the slots that `look` saw, for `decide`: all that is loaded beside.
+
+    rule: table, budget, k_max, strides of a table's rows and columns and of budgets. Tables: "threshold" fp32 [E, COLUMNS],
+    "rank" fp32 [E, C + 1], convex from K_MIN on. BEHIND: whether copies that were asked for stay in front; the assembler puts
+    them behind all this where it can, and moves no load across a barrier.
+    """
+    if BEHIND:
+        barrier()
+    table, budget, k_max, row, column, budget_token = rule
+    if RULE == "rank":
+        _, step, _, own_step = _steps(first, ALL, C, K_MIN, N, NW)
+        errors = _errors(table, row, column, seen[0][0], step, K_MIN, C)
+        own_errors = _errors(table, row, column, seen[1][0], own_step, K_MIN, C)
+        found = errors, own_errors, gl.load(budget + token * budget_token), gl.load(k_max)
+    elif RULE == "threshold":
+        found = ()
+        for c in gl.static_range(COLUMNS):
+            found = found + (gl.load(table + seen[0] * row + c * column),)
+        found = found, gl.load(k_max)
+    else:
+        found = ()
+    return found
+
+
+@gluon.jit
+def decide(
+    seen, found, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of OWN slots from `first` on, in as many parts as there are steps, int32 [1, OWN * steps].
+    """Planes of the slots that `look` saw and `fetch` found a rule for: int32 [N], 0 for padding, or a scalar."""
+    if RULE == "rank":
+        parts = _by_rank(seen, found, first, ALL, C, K_MIN, N, NW)
+        if ALL:
+            k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1)
+            k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
+        else:
+            k = gl.sum(gl.sum(parts, 1), 0)
+    elif RULE == "threshold":
+        k = gl.where(seen[1], gl.minimum(count_above(seen[2], found[0]), found[1].to(gl.int32)), 0)
+    else:
+        k = gl.where(seen[0], seen[1], 0).to(gl.int32)
+    return k
+
+
+@gluon.jit
+def _by_rank(seen, found, first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
+    """Planes of the own slots, in as many parts as there are steps, int32 [1, own steps].
 
     As `triton_rank.planes_of_token`, one comparison for each two steps.
     """
-    STEPS: gl.constexpr = padded_steps(C - K_MIN)
-    layout: gl.constexpr = steps_layout(OWN * STEPS, NW)
-    rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
-    own = gl.arange(0, OWN * STEPS, gl.SliceLayout(0, layout))[None, :]
-    slot, step, own_slot, own_step = rival // STEPS, rival % STEPS, first + own // STEPS, own % STEPS
-    expert, held, square = _slots(gates, ids, token, slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
-    own_expert, own_held, own_square = _slots(gates, ids, token, own_slot, gates_token, gates_slot, ids_token, ids_slot, A, E)
+    slot, step, own_slot, own_step = _steps(first, ALL, C, K_MIN, N, NW)
+    _, held, gate = seen[0]
+    _, own_held, own_gate = seen[1]
+    errors, own_errors, average, most = found
     count = gl.sum(gl.sum((held & (step == 0)).to(gl.int32), 1), 0)
-    extra, limit = extra_planes(budget + token * budget_token, k_max, count, K_MIN, C)
-    key = gl.where(held & (step < limit), _key(residuals, expert, square, step, row, column, K_MIN, C), FORBIDDEN)
-    bar = _key(residuals, own_expert, own_square, own_step, row, column, K_MIN, C) - (slot < own_slot).to(gl.int32)
+    extra, limit = extra_of(average, most, count, K_MIN, C)
+    key = gl.where(held & (step < limit), key_of(_square(gate), errors[0], errors[1]), FORBIDDEN)
+    bar = key_of(_square(own_gate), own_errors[0], own_errors[1]) - (slot < own_slot).to(gl.int32)
     ahead = (key > gl.where(slot == own_slot, NEVER_BELOW, bar)).to(gl.int32)  # gains fall: its own steps come in order
     taken = (gl.sum(ahead, 0, keep_dims=True) + own_step < extra) & (own_step < limit)
     return gl.where(own_held, taken.to(gl.int32) + gl.where(own_step == 0, K_MIN, 0), 0)
 
 
 @gluon.jit
-def _by_threshold(
-    gates, ids, thresholds, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column,
-    A: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """As `reference.allocate_threshold`, int32 of the shape of slot."""
-    expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
-    gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0)
-    return planes_above(gate, expert, thresholds, k_max, E, row, column, COLUMNS)
-
-
-@gluon.jit
-def planes_of_token(
-    chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token, ids_slot,
-    row, column, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr,
-    N: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Planes of the N slots of a token, int32 [N], 0 for padding; N: A as a power of two, 16 at most.
-
-    RULE "given": chunks int32 [T, A]; "threshold": table fp32 [E, COLUMNS]; "rank": table fp32 [E, C + 1], convex from K_MIN.
-    """
-    slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-    if RULE == "rank":
-        parts = _by_rank(
-            gates, ids, table, budget, k_max, token, 0, gates_token, gates_slot, ids_token, ids_slot, row, column,
-            budget_token, N, A, E, C, K_MIN, N, NW,
-        )  # fmt: skip
-        k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1)
-        k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
-    elif RULE == "threshold":
-        k = _by_threshold(
-            gates, ids, table, k_max, token, slot, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS
-        )
-    else:
-        expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
-        k = gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
-        k = gl.where(is_held(expert, E), k, 0).to(gl.int32)
-    return k
+def _square(gate):
+    """gate^2 in fp32, the largest number instead of inf."""
+    return finite(gate.to(gl.float32) * gate.to(gl.float32))
 
 
 @gluon.jit
@@ -143,27 +187,3 @@ def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
     gl.store(at, k, mask=mask)
     if COUNT:
         gl.atomic_add(spent + k, 1, mask=mask, sem="relaxed")
-
-
-@gluon.jit
-def planes_of_slot(
-    chunks, gates, ids, table, budget, k_max, token, own, chunks_token, chunks_slot, gates_token, gates_slot,
-    ids_token, ids_slot, row, column, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr,
-    N: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Planes of one slot, an int32 scalar; arguments as in `planes_of_token`."""
-    if RULE == "rank":
-        parts = _by_rank(
-            gates, ids, table, budget, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column,
-            budget_token, 1, A, E, C, K_MIN, N, NW,
-        )  # fmt: skip
-        k = gl.sum(gl.sum(parts, 1), 0)
-    elif RULE == "threshold":
-        k = _by_threshold(
-            gates, ids, table, k_max, token, own, gates_token, gates_slot, ids_token, ids_slot, row, column, A, E, COLUMNS
-        )
-    else:
-        k = gl.load(chunks + token * chunks_token + own * chunks_slot)
-        k = gl.where(is_held(gl.load(ids + token * ids_token + own * ids_slot), E), k, 0).to(gl.int32)
-    return k

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.bitserial_planes import bring_table, hand_out, planes_of_token, square_layout
+from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, hand_out, look, square_layout
 from dpamoe.kernels.bitserial_product import cut, input_of
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
@@ -105,15 +105,16 @@ def order_kernel(
     if part < PARTS:
         cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
     else:
-        k = planes_of_token(
-            chunks, gates, ids, table, budget, k_max, token, chunks_token, chunks_slot, gates_token, gates_slot, ids_token,
-            ids_slot, row, column_of, budget_token, RULE, A, E, C, K_MIN, COLUMNS, N, NW,
-        )  # fmt: skip
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-        if RULE != "given":
-            hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
+        slots = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
+        rule = (table, budget, k_max, row, column_of, budget_token)
+        seen = look(chunks, slots, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
+        found = fetch(seen, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, False)
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
+        k = decide(seen, found, 0, True, RULE, C, K_MIN, N, NW)
+        if RULE != "given":
+            hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
         place, number = less + before, token.to(gl.int32) * A + slot
         gl.store(order + place, number, mask=slot < A)
         gl.store(ks + place, k, mask=slot < A)

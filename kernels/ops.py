@@ -136,11 +136,14 @@ def _allocate_dispatch(
     return _counted(allocation.allocate_dispatch(gates, expert_ids, residuals, budget, k_max, k_min, convex), spent)
 
 
-def _allocate_threshold(spent: Tensor | None, gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor) -> Tensor:
+def _allocate_threshold(
+    spent: Tensor | None, gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_max: Tensor, k_min: int = 0
+) -> Tensor:
     """Planes for every selected expert, which decides alone: how many of its thresholds gate^2 is above, k_max at most.
 
     gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
-    gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once.
+    gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once. k_min: the
+    caller's word that every expert gets so many, which kernels may then ask for before they know k; 0 is always right.
     `allocate_threshold_counted` takes spent, too, and does what `count` does.
     """
     check_thresholds(gates, expert_ids, thresholds)
@@ -170,7 +173,7 @@ def _count(chunks: Tensor, spent: Tensor) -> None:
     return allocation.count(chunks, spent)
 
 
-def _allocate_threshold_fake(gates, expert_ids, thresholds, k_max):
+def _allocate_threshold_fake(gates, expert_ids, thresholds, k_max, k_min=0):
     return expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
 
 
@@ -333,7 +336,7 @@ def _threshold_ffn(
     spent: Tensor | None, x: Tensor, expert_ids: Tensor, gates: Tensor, thresholds: Tensor, k_max: Tensor,
     up_planes: list[Tensor], up_scales: list[Tensor], up_offset: Tensor, up_unit: Tensor | None, up_bias: Tensor | None,
     down_planes: list[Tensor], down_scales: list[Tensor], down_offset: Tensor, down_unit: Tensor | None,
-    down_bias: Tensor | None, activation: str, group_size: int,
+    down_bias: Tensor | None, activation: str, group_size: int, k_min: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `routed_ffn`, by `allocate_threshold`."""
     both = (
@@ -343,11 +346,11 @@ def _threshold_ffn(
     if paths.has_triton(x.device):
         check_thresholds(gates, expert_ids, thresholds)
         check_spent(spent, thresholds.shape[1] + 1)
-        source = allocation.Thresholds(gates, thresholds, k_max, spent)
+        source = allocation.Thresholds(gates, thresholds, k_max, spent, k_min)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, False, source)
         if output is not None:
             return output, chunks
-    chunks = _allocate_threshold(spent, gates, expert_ids, thresholds, k_max)
+    chunks = _allocate_threshold(spent, gates, expert_ids, thresholds, k_max, k_min)
     return _expert_ffn(x, expert_ids, gates, chunks, *both), chunks
 
 

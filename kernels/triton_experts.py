@@ -103,7 +103,7 @@ def rule_of(source: Allocation | Thresholds | None, chunks: Tensor) -> tuple[tup
     spent = chunks if source.spent is None else source.spent
     if isinstance(source, Thresholds):
         table = source.thresholds
-        constants = {"RULE": "threshold", "K_MIN": 0, "COLUMNS": table.shape[1]}
+        constants = {"RULE": "threshold", "K_MIN": source.k_min, "COLUMNS": table.shape[1]}
         return (source.gates, table, table, source.k_max, spent), (*table.stride(), 0), constants
     table, budget = source.residuals, source.budget
     strides = (*table.stride(), budget.stride(0) if budget.dim() else 0)

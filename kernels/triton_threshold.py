@@ -18,12 +18,21 @@ def planes_above(gate, expert, thresholds, k_max, experts, row, column, C: tl.co
     A gate that is not a number is above every threshold, as in `reference.allocate_threshold`.
     """
     held = (expert >= 0) & (expert < experts)
-    square = gate.to(tl.float32) * gate.to(tl.float32)
     own = thresholds + tl.where(held, expert, 0).to(tl.int32) * row
-    above = held.to(tl.int32) * 0
+    bars = ()
     for c in tl.static_range(C):
-        above += tl.where(square <= tl.load(own + c * column), 0, 1)
-    return tl.where(held, tl.minimum(above, tl.load(k_max).to(tl.int32)), 0)
+        bars = bars + (tl.load(own + c * column),)
+    return tl.where(held, tl.minimum(count_above(gate, bars), tl.load(k_max).to(tl.int32)), 0)
+
+
+@triton.jit
+def count_above(gate, bars):
+    """How many thresholds, fp32 in a tuple, gate^2 is above, int32 of the shape of gate; one that is no number is above all."""
+    square = gate.to(tl.float32) * gate.to(tl.float32)
+    above = tl.where(square <= bars[0], 0, 1)
+    for c in tl.static_range(1, len(bars)):
+        above += tl.where(square <= bars[c], 0, 1)
+    return above
 
 
 @triton.jit(do_not_specialize=["pairs"])

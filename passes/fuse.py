@@ -83,7 +83,8 @@ def _both(graph: fx.Graph, expert: fx.Node, chunks: fx.Node, spent: fx.Node | No
     seen, _, *table = chunks.args
     if _is(chunks, ops.allocate_threshold):  # pairs of an expert differ in k, so that one_k, which is last, says nothing
         plain, counted, more = ops.threshold_ffn, ops.threshold_ffn_counted, {}
-        arguments = (x, ids, gates, *table, *weights[:12])
+        thresholds, k_max, *rest = table  # k_min
+        arguments = (x, ids, gates, thresholds, k_max, *weights[:12], *rest)
     else:
         plain, counted, more = ops.routed_ffn, ops.routed_ffn_counted, {} if seen is gates else {"seen": seen}
         residuals, budget, k_max, *rest = table  # k_min, convex

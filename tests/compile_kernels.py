@@ -4,9 +4,9 @@ CARD: compute capability times ten. SET: "decode", "some decode" (one of each ke
 reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k hopper" (of which instructions are counted),
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
-spilled registers, registers, how many 1-bit and 8-bit products its code has, and how many loads stand before it first waits
-for copies; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and `faults_of`
-its code.
+spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
+copies, and how many copies before warps first wait for each other; "hopper": also the most shared memory that its cut was
+chosen for, its products and waits for them, and `faults_of` its code.
 """
 
 import json
@@ -82,6 +82,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\b[BI]MMA\b", listing))}
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
+    facts["copies"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bBAR\.SYNC\b", listing)[0]))
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
         facts["faults"] = faults_of(made.asm["ttgir"], listing)
@@ -397,7 +398,7 @@ def launch_bits(ffn, tokens, tied):
     sources = (
         None,
         allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2, spent),
-        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max, spent),
+        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max, spent, 2),
     )
     for source in sources:
         ids = empty(sizes, dtype=torch.int64)

@@ -21,8 +21,8 @@ from dpamoe.kernels import bitserial_product, bitserial_rows
 
 from . import layouts, ptx
 
-MODULES = ("triton_wait", "bitserial_product", "byte_product", "bitserial_planes", "bitserial_rows", "bitserial_decode",
-           "bitserial_group")  # fmt: skip
+MODULES = ("triton_wait", "bitserial_product", "byte_product", "bitserial_planes", "bitserial_rows", "bitserial_pieces",
+           "bitserial_decode", "bitserial_group")  # fmt: skip
 GARBAGE = 0x5A5A5A5A
 
 
@@ -222,12 +222,16 @@ def tensor_of(array, dtype):
 
 
 class Copies:
-    """Copies into shared memory, in groups."""
+    """Copies into shared memory, in groups; words: how many were copied by all programs."""
+
+    words = 0
 
     def begin(self):
         self.asked, self.groups = [], []
 
     def async_load(self, buffer, source, mask=None):
+        there = True if mask is None else mask.handle.data
+        self.words += np.broadcast_to(there, source.handle.data.shape).sum()
         buffer.value, buffer.there = tl.load(BOUNDS.check(source, mask), mask=mask_of(mask), other=GARBAGE), False
         self.asked.append(buffer)
 

@@ -5,11 +5,9 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import bitserial_decode as decode
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
 from .in_fp64 import error
-from .layouts import held, once
 from .marks import some_slow
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
@@ -82,16 +80,6 @@ def test_weights_of_fewer_planes(bits_on_cpu, block):
     layer, x, ids = block(hidden=128, planes=3), rows(1, 128), torch.tensor([[2, 0]])
     gates, chunks = torch.rand(1, 2), torch.tensor([[3, 2]], dtype=torch.int64)
     assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
-
-
-@pytest.mark.parametrize("warps", [1, 4, 8])
-def test_copies_of_sixteen_bytes_for_their_own_warp(warps):
-    """Each warp copies the eight columns of words that it reads, a lane four words in a row."""
-    places = held(decode.own_copy_layout(warps))
-    assert once(places, 16, 8 * warps)
-    assert (places[..., 1] // 8 == torch.arange(warps)[:, None, None]).all() and (places[:, :, 0, 1] % 4 == 0).all()
-    assert (places[..., 0] == places[:, :, :1, 0]).all()
-    assert torch.equal(places[..., 1] - places[:, :, :1, 1], torch.arange(4).expand_as(places[..., 1]))
 
 
 def test_a_number_that_is_none_stays_in_its_token(bits_on_cpu, block):

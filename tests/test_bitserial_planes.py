@@ -89,21 +89,23 @@ def test_thresholds_of_a_token(token, active):
         assert found[1, 0] == 0 and found[2, 0] == 6
 
 
-@pytest.mark.parametrize("rule", ["rank", "other gates", "one for all gates", "threshold"])
+@pytest.mark.parametrize("rule", ["rank", "other gates", "one for all gates", "threshold", "threshold from 2 on"])
 def test_slots_one_by_one(block, convex_table, rule):
     """Copies that do not wait for k, and those that do, bring the planes that are read, in both products.
 
     The allocator may see other gates than those that rows are added up by, such as the same for all.
     """
     (ids, gates), k_max = routing(1, 3), torch.tensor(8, dtype=torch.int32)
-    if rule != "threshold":
+    if not rule.startswith("threshold"):
         seen = {"rank": gates, "other gates": 0.01 / gates}.get(rule, torch.tensor(0.5).expand_as(gates))
         given = (convex_table(EXPERTS), torch.tensor(3.5), k_max, 2)
         source, expected = allocation.Allocation(seen, *given), allocation.allocate(seen, ids, *given, True)
         assert rule == "rank" or not torch.equal(expected, allocation.allocate(gates, ids, *given, True))
     else:
-        source = allocation.Thresholds(gates, thresholds(), k_max)
-        expected = reference.allocate_threshold(gates, ids, thresholds(), k_max)
+        table, k_min = thresholds(), 2 if "2" in rule else 0
+        table[:, :k_min] = -1
+        source = allocation.Thresholds(gates, table, k_max, k_min=k_min)
+        expected = reference.allocate_threshold(gates, ids, table, k_max)
     chunks = torch.full(ids.shape, 77, dtype=torch.int32)
     found = block(ids, gates, chunks, source)
     assert torch.equal(chunks, expected) and chunks.any()

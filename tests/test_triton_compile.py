@@ -62,7 +62,8 @@ def test_1_bit_products_are_made_by_the_matrix_unit(card):
     """Two matrices of one piece, or one of three pieces; four planes twice, two groups, two halves of 16 bits.
 
     Scales and rows are asked for before planes are waited for: of two rows offset and planes 0 to 3, 4 to 7 in each matrix and
-    piece; 8 numbers of a row, 2 pairs of groups that are cut; in each of 3 pieces 2 x 4 numbers or 2 groups.
+    piece; 8 numbers of a row, 2 pairs of groups that are cut; in each of 3 pieces 2 x 4 numbers or 2 groups. Two planes of both
+    matrices, or of all pieces, are asked for before k is found.
     """
     found = compiled(card, "bits")
     assert len(found) == 20
@@ -71,6 +72,9 @@ def test_1_bit_products_are_made_by_the_matrix_unit(card):
         assert facts["products"] == products, name
         rows = {"up": 12 + 8, "down": 18 + 24, "group": 18 + 6 if "OUT=2048" in name else 12 + 2}
         assert facts["loads"] >= rows.get(name.split()[1].split("_")[0], 0), f"{name} on sm_{card} waits before it asks"
+        if "K_MIN=2" in name:
+            asked = {"up": 4, "down": 6}.get(name.split()[1].split("_")[0], 0)
+            assert facts["copies"] >= asked, f"{name} on sm_{card} finds k before it asks"
 
 
 @pytest.mark.slow
@@ -86,6 +90,9 @@ def test_products_of_bytes_are_made_by_the_matrix_unit(card):
 
 
 def test_the_1_bit_products_of_few_tokens_compile_for_a_small_card():
+    """Two planes of both halves, and of the pairs of groups of a warp, are asked for before k is found."""
     found = compiled(86, "few bits")
     assert len(found) == 6 and all(facts["products"] > 0 and facts["spills"] == 0 for facts in found.values())
     assert all(facts["shared"] <= LIMIT for facts in found.values())
+    early = [facts["copies"] for name, facts in found.items() if "K_MIN=2" in name]
+    assert len(early) == 4 and min(early) >= 4
