@@ -122,6 +122,8 @@ def test_thresholds_are_fused_and_the_numbers_hold(by_level, snapshot, how):
         assert fuse_allocation(gm) == 1
         after = gm(*held[1])
     assert ops(gm) == ["threshold_ffn_counted"] and lines(gm) == snapshot(name="after")
+    (fused,) = [node for node in gm.graph.nodes if node.name == "threshold_ffn"]
+    assert fused.args[-1] == by_level.least == (0 if how == "skip" else 2)
     torch.testing.assert_close(before, after, rtol=0, atol=0)
     changed = [not torch.equal(a, b) for a, b in zip(held[0], example_inputs, strict=True)]
     assert sum(changed) == 1 + len(HOW[how])  # the counters, how far the level is raised, and nothing else

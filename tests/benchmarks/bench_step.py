@@ -120,9 +120,9 @@ def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None
         speeds.put((job, found))
         round_begins.wait(PATIENCE)
         with turn:
-            host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
             planes = f", {api.stats(model)['mean_planes']:.3f} planes" if job in OWN else ""
-            first = timer.first_token_ms(flags.context)
+            first = timer.first_token_ms(flags.context)  # while no profiler has seen this process yet
+            host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
             speed, busy = median(found), busy_microseconds(kernels)
             times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
             print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(found):.1f} to {max(found):.1f}); {times}")
