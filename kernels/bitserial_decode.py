@@ -57,7 +57,7 @@ def up_kernel(
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
-    Rules as in `look`, k as in `keep_planes` where it is not given. The K_MIN first planes do not wait for k.
+    Rules as in `look`, k as in `keep_planes` where it is not given. Of the K_MIN first planes two do not wait for k.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -70,12 +70,12 @@ def up_kernel(
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
-    pairs = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
+    routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
     rule = (table, budget, k_max, row, column, budget_token)
-    seen = look(chunks, pairs, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
+    slots = look(chunks, routed, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
     ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
-    found = fetch(seen, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
-    k = decide(seen, found, slot, False, RULE, C, K_MIN, N, NW)
+    told = fetch(slots, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
+    k = decide(slots, told, slot, False, RULE, C, K_MIN, N, NW)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if RULE != "given":
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
@@ -194,21 +194,21 @@ def down_kernel(
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
     Rules as in `look`, which sees gates of its own: k is found anew, since the kernel before has not written it when
-    planes are asked for. The K_MIN first planes do not wait for k.
+    planes are asked for. The K_MIN first planes do not wait for k, as far as they stand in shared memory.
     SPARE: pieces of shared memory that only keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
     EARLY: gl.constexpr = min(K_MIN, CAP)
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
-    pairs = (seen, ids, seen_token, seen_slot, ids_token, ids_slot)
+    routed = (seen, ids, seen_token, seen_slot, ids_token, ids_slot)
     rule = (table, budget, k_max, row, column, budget_token)
     ids, gates = ids + token * ids_token, gates + token * gates_token
     found = find_pieces(ids, gates, ids_slot, gates_slot, A, E, IN, PIECES, NW)
-    slots = look(chunks, pairs, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
+    slots = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
     ask_pieces(buffers, planes, found, tile * 16, 0, EARLY, OUT, IN, PIECES, NW)
-    every = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
-    every = decide(slots, every, 0, True, RULE, C, K_MIN, N, NW)
+    told = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
+    every = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
     packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))), 0)
     _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)

@@ -44,9 +44,9 @@ def bring_table(table, row, here, E: gl.constexpr, RULE: gl.constexpr, NW: gl.co
 
 
 @gluon.jit
-def _slots(pairs, token, slot, A: gl.constexpr, E: gl.constexpr):
-    """Expert, whether there is one, and gate of these slots; pairs: gates, ids, and their strides."""
-    gates, ids, gates_token, gates_slot, ids_token, ids_slot = pairs
+def _slots(routed, token, slot, A: gl.constexpr, E: gl.constexpr):
+    """Expert, whether there is one, and gate of these slots; routed: gates, ids, and their strides."""
+    gates, ids, gates_token, gates_slot, ids_token, ids_slot = routed
     expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
     gate = gl.load(gates + token * gates_token + slot * gates_slot, mask=slot < A, other=0.0)
     held = is_held(expert, E)
@@ -74,31 +74,31 @@ def _steps(first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl
 
 @gluon.jit
 def look(
-    chunks, pairs, token, first, chunks_token, chunks_slot,
+    chunks, routed, token, first, chunks_token, chunks_slot,
     ALL: gl.constexpr, RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
     N: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """What a rule sees of a token's slots, for `fetch` and `decide`.
 
     ALL: of N of them, A as a power of two, 16 at most, from `first` on, which is 0; else of one, `first`, in scalars.
-    pairs: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k; "threshold", "rank": experts and gates.
+    routed: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k; "threshold", "rank": experts and gates.
     """
     if RULE == "rank":
         slot, _, own_slot, _ = _steps(first, ALL, C, K_MIN, N, NW)
-        seen = _slots(pairs, token, slot, A, E), _slots(pairs, token, own_slot, A, E)
+        slots = _slots(routed, token, slot, A, E), _slots(routed, token, own_slot, A, E)
     else:
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))) if ALL else first
         if RULE == "threshold":
-            seen = _slots(pairs, token, slot, A, E)
+            slots = _slots(routed, token, slot, A, E)
         else:
-            expert = gl.load(pairs[1] + token * pairs[4] + slot * pairs[5], mask=slot < A, other=E)
-            seen = is_held(expert, E), gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
-    return seen
+            expert = gl.load(routed[1] + token * routed[4] + slot * routed[5], mask=slot < A, other=E)
+            slots = is_held(expert, E), gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
+    return slots
 
 
 @gluon.jit
 def fetch(
-    seen, rule, token, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
+    slots, rule, token, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
     COLUMNS: gl.constexpr, N: gl.constexpr, NW: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """What a rule says of the slots that `look` saw, for `decide`: all that is loaded beside.
@@ -112,49 +112,49 @@ def fetch(
     table, budget, k_max, row, column, budget_token = rule
     if RULE == "rank":
         _, step, _, own_step = _steps(first, ALL, C, K_MIN, N, NW)
-        errors = _errors(table, row, column, seen[0][0], step, K_MIN, C)
-        own_errors = _errors(table, row, column, seen[1][0], own_step, K_MIN, C)
-        found = errors, own_errors, gl.load(budget + token * budget_token), gl.load(k_max)
+        errors = _errors(table, row, column, slots[0][0], step, K_MIN, C)
+        own_errors = _errors(table, row, column, slots[1][0], own_step, K_MIN, C)
+        told = errors, own_errors, gl.load(budget + token * budget_token), gl.load(k_max)
     elif RULE == "threshold":
-        found = ()
+        bars = ()
         for c in gl.static_range(COLUMNS):
-            found = found + (gl.load(table + seen[0] * row + c * column),)
-        found = found, gl.load(k_max)
+            bars = bars + (gl.load(table + slots[0] * row + c * column),)
+        told = bars, gl.load(k_max)
     else:
-        found = ()
-    return found
+        told = ()
+    return told
 
 
 @gluon.jit
 def decide(
-    seen, found, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
+    slots, told, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of the slots that `look` saw and `fetch` found a rule for: int32 [N], 0 for padding, or a scalar."""
+    """Planes of the slots that `look` saw and `fetch` was told of: int32 [N], 0 for padding, or a scalar."""
     if RULE == "rank":
-        parts = _by_rank(seen, found, first, ALL, C, K_MIN, N, NW)
+        parts = _by_rank(slots, told, first, ALL, C, K_MIN, N, NW)
         if ALL:
             k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1)
             k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
         else:
             k = gl.sum(gl.sum(parts, 1), 0)
     elif RULE == "threshold":
-        k = gl.where(seen[1], gl.minimum(count_above(seen[2], found[0]), found[1].to(gl.int32)), 0)
+        k = gl.where(slots[1], gl.minimum(count_above(slots[2], told[0]), told[1].to(gl.int32)), 0)
     else:
-        k = gl.where(seen[0], seen[1], 0).to(gl.int32)
+        k = gl.where(slots[0], slots[1], 0).to(gl.int32)
     return k
 
 
 @gluon.jit
-def _by_rank(seen, found, first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
+def _by_rank(slots, told, first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
     """Planes of the own slots, in as many parts as there are steps, int32 [1, own steps].
 
     As `triton_rank.planes_of_token`, one comparison for each two steps.
     """
     slot, step, own_slot, own_step = _steps(first, ALL, C, K_MIN, N, NW)
-    _, held, gate = seen[0]
-    _, own_held, own_gate = seen[1]
-    errors, own_errors, average, most = found
+    _, held, gate = slots[0]
+    _, own_held, own_gate = slots[1]
+    errors, own_errors, average, most = told
     count = gl.sum(gl.sum((held & (step == 0)).to(gl.int32), 1), 0)
     extra, limit = extra_of(average, most, count, K_MIN, C)
     key = gl.where(held & (step < limit), key_of(_square(gate), errors[0], errors[1]), FORBIDDEN)

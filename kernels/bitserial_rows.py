@@ -106,13 +106,13 @@ def order_kernel(
         cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
     else:
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
-        slots = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
+        routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
         rule = (table, budget, k_max, row, column_of, budget_token)
-        seen = look(chunks, slots, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
-        found = fetch(seen, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, False)
+        slots = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
+        told = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, False)
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
-        k = decide(seen, found, 0, True, RULE, C, K_MIN, N, NW)
+        k = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
         if RULE != "given":
             hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
         place, number = less + before, token.to(gl.int32) * A + slot

@@ -46,10 +46,15 @@ def check_table(gates: Tensor, expert_ids: Tensor, residuals: Tensor, k_min: int
         )
 
 
-def check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor) -> None:
+def check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_min: int) -> None:
     check_pairs(expert_ids, gates=gates)
     if thresholds.dim() != 2:
         raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
+    if not 0 <= k_min <= thresholds.shape[1]:
+        raise ValueError(
+            f"k_min is {k_min}, thresholds hand out 0 to {thresholds.shape[1]} planes: pass how many every expert gets at least, "
+            "or 0"
+        )
 
 
 def check_spent(spent: Tensor | None, numbers: int) -> None:

@@ -143,10 +143,11 @@ def _allocate_threshold(
 
     gates float [T, A]; expert_ids int [T, A]; thresholds fp32 [E, C], rising along a row, -1 for a plane that every expert
     gets; k_max int 0-d. Returns int32 [T, A]; no sum is kept to. Equal thresholds hand out several planes at once. k_min: the
-    caller's word that every expert gets so many, which kernels may then ask for before they know k; 0 is always right.
+    caller's word that every expert gets so many, which kernels may then ask for before they know k; 0 is always right, and more
+    than is so changes no result.
     `allocate_threshold_counted` takes spent, too, and does what `count` does.
     """
-    check_thresholds(gates, expert_ids, thresholds)
+    check_thresholds(gates, expert_ids, thresholds, k_min)
     check_spent(spent, thresholds.shape[1] + 1)
     if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_threshold
@@ -344,7 +345,7 @@ def _threshold_ffn(
         activation, group_size,
     )  # fmt: skip
     if paths.has_triton(x.device):
-        check_thresholds(gates, expert_ids, thresholds)
+        check_thresholds(gates, expert_ids, thresholds, k_min)
         check_spent(spent, thresholds.shape[1] + 1)
         source = allocation.Thresholds(gates, thresholds, k_max, spent, k_min)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, False, source)

@@ -5,8 +5,8 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
-copies, and how many copies before warps first wait for each other; "hopper": also the most shared memory that its cut was
-chosen for, its products and waits for them, and `faults_of` its code.
+copies, and how many before it has asked for ASKED of them; "hopper": also the most shared memory that its cut was chosen for,
+its products and waits for them, and `faults_of` its code.
 """
 
 import json
@@ -52,6 +52,7 @@ TYPES = {
     "up_offset": "*fp16", "up_unit": "*fp16", "down_scale": "*fp16", "down_offset": "*fp16", "down_unit": "*fp16",
 }  # fmt: skip
 MULTIPLES_OF_16 = ("x_token", "x_slot", "x_row")
+ASKED = 4  # copies of two planes, each of which is one for a thread in both halves of the first product
 FIXED = {"E": EXPERTS, "C": PLANES, "TIED": False, "BIAS": False, "GROUP": GROUP, "ASM": True}
 UP = FIXED | {"OUT": 2 * INNER, "IN": HIDDEN, "GROUPS": HIDDEN // GROUP, "ACT": "silu_mul", "GATED": True}
 DOWN = FIXED | {"OUT": HIDDEN, "IN": INNER, "GROUPS": INNER // GROUP}
@@ -82,7 +83,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\b[BI]MMA\b", listing))}
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
-    facts["copies"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bBAR\.SYNC\b", listing)[0]))
+    facts["ahead"] = len(re.findall(r"\bLDG\.", "".join(re.split(r"\bLDGSTS\.", listing)[:ASKED])))
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
         facts["faults"] = faults_of(made.asm["ttgir"], listing)

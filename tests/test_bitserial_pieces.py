@@ -40,4 +40,5 @@ def test_no_plane_is_copied_that_is_not_read(bits_on_cpu, random_encoded, convex
     up, down = random_encoded(EXPERTS, 64, 128, 128), random_encoded(EXPERTS, 64, 64, 64)
     before = gluon_on_cpu.COPIES.words
     bits_on_cpu.ffn(torch.randn(2, 128), ids, gates, chunks, up, None, down, None, "relu", source)
-    assert (chunks == 0).sum() == 2 and gluon_on_cpu.COPIES.words - before == chunks.sum() * 64 * (128 + 64) // 32
+    assert (chunks == 0).sum() == 2 and chunks.max() < 7  # which stand in shared memory here
+    assert gluon_on_cpu.COPIES.words - before == chunks.sum() * 64 * (128 + 64) // 32

@@ -222,8 +222,9 @@ def test_shapes_activations_and_sources(case, convex_table):
     if rule == "given":
         found, expected_k = OPS.expert_ffn(x, ids, gates, chunks, *layer.call()), chunks
     elif rule == "threshold":
-        table = thresholds(layer.experts)
-        found, chunks = OPS.threshold_ffn(x, ids, gates, table, k_max, *layer.call())
+        table, k_min = thresholds(layer.experts), tokens % 3
+        table[:, :k_min] = -1
+        found, chunks = OPS.threshold_ffn(x, ids, gates, table, k_max, *layer.call(), k_min)
         expected_k = reference.allocate_threshold(gates, ids, table, k_max)
     else:
         table, budget = convex_table(layer.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
@@ -251,7 +252,7 @@ def test_thresholds_of_routers_numbers(qwen, tokens):
     table = table.sort(1).values
     gates[2, 1] = float("nan")
     ids[2, 1] = 5
-    found, planes = OPS.threshold_ffn(x, ids, gates, table, k_max, *qwen.call())
+    found, planes = OPS.threshold_ffn(x, ids, gates, table, k_max, *qwen.call(), 2)  # not so of all: it changes no result
     assert torch.equal(planes, reference.allocate_threshold(gates, ids, table, k_max)) and planes[2, 1] == 6
     assert found.isnan().any(1).nonzero().flatten().tolist() == [2]
     whole = torch.arange(tokens, device=DEVICE) != 2

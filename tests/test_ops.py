@@ -75,10 +75,10 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     both = (*opened(up, biases[0]), *opened(down, biases[1]), "silu_mul", GROUP)
     torch.library.opcheck(OPS.expert_ffn.default, (x, ids, gates, chunks, *both))
     torch.library.opcheck(OPS.routed_ffn.default, (x, ids, gates, *allocation(convex_table), *both, 2))
-    torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both))
+    torch.library.opcheck(OPS.threshold_ffn.default, (x, ids, gates, *levels(), *both, 1))
     spent = torch.arange(9)
     torch.library.opcheck(OPS.routed_ffn_counted.default, (spent, x, ids, gates, *allocation(convex_table), *both, 2))
-    torch.library.opcheck(OPS.threshold_ffn_counted.default, (spent, x, ids, gates, *levels(), *both))
+    torch.library.opcheck(OPS.threshold_ffn_counted.default, (spent, x, ids, gates, *levels(), *both, 1))
     torch.library.opcheck(OPS.allocate_threshold_counted.default, (torch.arange(9), gates, ids, *levels()))
     torch.library.opcheck(OPS.count.default, (chunks, torch.arange(9)))
 
@@ -281,3 +281,5 @@ def test_ffn_refuses_what_does_not_fit(random_pairs, convex_table, up, down):
     complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, *levels(), *both), "'swish'")
     complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates[:3], *levels(), *both), "gates [3, 3]")
     complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, levels()[0][0], levels()[1], *both), "thresholds [8]")
+    complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, *levels(), *both, 9), "k_min is 9", "0 to 8 planes")
+    complaint(lambda: OPS.allocate_threshold(gates, ids, *levels(), -1), "k_min is -1")
