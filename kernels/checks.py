@@ -52,8 +52,8 @@ def check_thresholds(gates: Tensor, expert_ids: Tensor, thresholds: Tensor, k_mi
         raise ValueError(f"thresholds {list(thresholds.shape)} must be [experts, planes]: pass one row for each expert")
     if not 0 <= k_min <= thresholds.shape[1]:
         raise ValueError(
-            f"k_min is {k_min}, thresholds hand out 0 to {thresholds.shape[1]} planes: pass how many every expert gets at least, "
-            "or 0"
+            f"k_min is {k_min}, thresholds hand out 0 to {thresholds.shape[1]} planes: pass how many every expert gets at "
+            "least, or 0"
         )
 
 
