@@ -16,7 +16,9 @@ REFUSED = {
     "another activation": (checks.check_activation, ("swish",), {}, "'swish' is not fused: use one of"),
     "a row for all experts": (checks.check_table, (GATES, IDS, TABLE[0], 2), {}, "residuals [9] must be [experts, k_max + 1]"),
     "a least k beyond the table": (checks.check_table, (GATES, IDS, TABLE, 9), {}, "k_min (9)"),
-    "thresholds for all experts": (checks.check_thresholds, (GATES, IDS, TABLE[0]), {}, "must be [experts, planes]"),
+    "thresholds for all experts": (checks.check_thresholds, (GATES, IDS, TABLE[0], 0), {}, "must be [experts, planes]"),
+    "fewer planes than none": (checks.check_thresholds, (GATES, IDS, TABLE, -1), {}, "k_min is -1"),
+    "more planes at least than all": (checks.check_thresholds, (GATES, IDS, TABLE, 10), {}, "hand out 0 to 9 planes"),
     "too few counts": (checks.check_spent, (torch.zeros(8), 9), {}, "spent [8] must be [9]"),
     "counts with gaps": (checks.check_spent, (torch.zeros(18)[::2], 9), {}, "spent [9] with gaps"),
 }
@@ -36,6 +38,7 @@ def test_taken():
     checks.check_chunks(IDS[:0] + 9, [None] * 8)  # nobody asks for any
     checks.check_activation("silu_mul")
     checks.check_table(GATES, IDS, TABLE, 0)
-    checks.check_thresholds(GATES, IDS, TABLE)
+    checks.check_thresholds(GATES, IDS, TABLE, 0)
+    checks.check_thresholds(GATES, IDS, TABLE, 9)
     checks.check_spent(None, 9)
     checks.check_spent(torch.zeros(9), 9)
