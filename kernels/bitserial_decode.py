@@ -57,7 +57,7 @@ def up_kernel(
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
-    Rules as in `look`, k as in `keep_planes` where it is not given. Of the K_MIN first planes two do not wait for k.
+    Rules as in `look`, k as in `keep_planes` where it is not given. Two of the K_MIN first planes do not wait for k.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1

@@ -4,9 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.bitserial_product import barrier
+from dpamoe.kernels.sizes import next_power_of_2
 from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_of, finite, is_held, key_of
 from dpamoe.kernels.triton_threshold import count_above
 
+_padded = gluon.constexpr_function(next_power_of_2)
 _BRING = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
@@ -15,12 +17,6 @@ def square_layout(N, NW):
     """[N, N] within a warp, the same in every warp."""
     across = min(N, 8)
     return gl.BlockedLayout([1, N // across], [32 // across, across], [1, NW], [1, 0])
-
-
-@gluon.constexpr_function
-def padded_steps(steps):
-    """Planes that may be given to a slot, as a power of two."""
-    return 1 << (max(steps, 1) - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -64,7 +60,7 @@ def _errors(table, row, column, expert, step, K_MIN: gl.constexpr, C: gl.constex
 @gluon.jit
 def _steps(first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
     """Slot and step of all rivals, [N steps, 1], and of ALL slots or one, `first`, [1, own steps]."""
-    STEPS: gl.constexpr = padded_steps(C - K_MIN)
+    STEPS: gl.constexpr = _padded(C - K_MIN)
     OWN: gl.constexpr = N * STEPS if ALL else STEPS
     layout: gl.constexpr = steps_layout(OWN, NW)
     rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
