@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, place_pieces
-from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, keep_planes, look, square_layout
+from dpamoe.kernels.bitserial_planes import bring_table, decide, everywhere, fetch, keep_planes, look
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -73,15 +73,17 @@ def up_kernel(
     routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
     rule = (table, budget, k_max, row, column, budget_token)
     slots = look(chunks, routed, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
+    lower, upper = _inputs(x + token * x_token + slot * x_slot, IN, NW, PIECES, TIED)
     ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
     told = fetch(slots, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
+    X, Y = _cut(lower, PIECES, TIED), _cut(upper, PIECES, TIED)
     k = decide(slots, told, slot, False, RULE, C, K_MIN, N, NW)
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if RULE != "given":
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
     if k > 0:
         total = _up_rows(
-            x + token * x_token + slot * x_slot, buffers, planes, scales, offset, unit + expert, first_row, k,
+            X, Y, buffers, planes, scales, offset, unit + expert, first_row, k,
             IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED,
         )  # fmt: skip
         result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
@@ -92,31 +94,30 @@ def up_kernel(
 
 @gluon.jit
 def _up_rows(
-    x, buffers, planes, scales, offset, unit, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    X, Y, buffers, planes, scales, offset, unit, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """W_k x of 16 rows, and of those WIDTH further on: rows in registers 0 and 1, and in 2 and 3."""
     if TIED:
         total = _up_rows_tied(
-            x, buffers, planes, scales[0], offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
+            X, Y, buffers, planes, scales[0], offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
         ) * gl.load(unit)  # fmt: skip
     else:
-        total = _up_rows_free(x, buffers, planes, scales, offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES)
+        total = _up_rows_free(X, Y, buffers, planes, scales, offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES)
     return total
 
 
 @gluon.jit
 def _up_rows_free(
-    x, buffers, planes, scales, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    X, Y, buffers, planes, scales, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` where every plane has scales of its own."""
-    r, column, input_ = places(NW, 0)
+    r, column, _ = places(NW, 0)
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
     own = scales_of_rows(scales, offset, row, k, IN, C, WIDTH, PIECES, MATRICES, NW, 1)
-    X, Y = _cut_inputs(x, column, input_, IN, NW, PIECES, 0)
     for p in gl.static_range(PIECES):
         for m in gl.static_range(MATRICES):
             total = with_offset(total, own[p * MATRICES + m][0], X[p], Y[p], m == 1)
@@ -141,26 +142,35 @@ def _up_rows_free(
 
 
 @gluon.jit
-def _cut_inputs(x, column, input_, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr, TIED: gl.constexpr):
-    """The row of x, cut: of the first and of the second group of every piece."""
+def _inputs(x, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr, TIED: gl.constexpr):
+    """The row of x: of the first and of the second group of every piece."""
+    _, column, input_ = places(NW, TIED)
     X, Y = (), ()
     for p in gl.static_range(PIECES):
         start = (p * NW + column // 8) * 256 + input_
-        X = X + (cut(gl.load(x + start, mask=start < IN, other=0.0).to(gl.float32), TIED),)
+        X = X + (gl.load(x + start, mask=start < IN, other=0.0),)
         start += 128
-        Y = Y + (cut(gl.load(x + start, mask=start < IN, other=0.0).to(gl.float32), TIED),)
+        Y = Y + (gl.load(x + start, mask=start < IN, other=0.0),)
     return X, Y
 
 
 @gluon.jit
+def _cut(parts, PIECES: gl.constexpr, TIED: gl.constexpr):
+    """Groups of every piece in 16 bits each."""
+    bits = ()
+    for p in gl.static_range(PIECES):
+        bits = bits + (cut(parts[p].to(gl.float32), TIED),)
+    return bits
+
+
+@gluon.jit
 def _up_rows_tied(
-    x, buffers, planes, codes, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
+    X, Y, buffers, planes, codes, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` with tied scales, in units of the expert."""
-    r, column, input_ = places(NW, TIED)
+    r, column, _ = places(NW, TIED)
     own = tied_scales_of_rows(codes, offset, row + r, column, k, IN, WIDTH, PIECES, MATRICES, NW, TIED)
-    X, Y = _cut_inputs(x, column, input_, IN, NW, PIECES, TIED)
     wait_for_copies(0)
     at = (row + r) * (IN // 32) + column
     return tied_rows(X, Y, own, buffers, planes, at, column, k, IN, C, CAP, WIDTH, PIECES, MATRICES, NW, 1)
@@ -209,12 +219,14 @@ def down_kernel(
     ask_pieces(buffers, planes, found, tile * 16, 0, EARLY, OUT, IN, PIECES, NW)
     told = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
     every = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
+    if RULE == "rank":  # else planes stand along the lanes of every warp
+        every = everywhere(every, N, NW)
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
-    packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW))), 0)
-    _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
+    packed = gl.sum(every.to(gl.int32 if N <= 8 else gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
     found = give_planes(found, packed, PIECES)
     ask_pieces(buffers, planes, found, tile * 16, EARLY, CAP, OUT, IN, PIECES, NW)
     async_copy.commit_group()
+    _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL)
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)

@@ -113,6 +113,7 @@ def order_kernel(
         expert = gl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E)
         less, same, before, experts = _ranks(ids, token, pairs, ids_token, ids_slot, A, E, N, P, NW)
         k = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
+        k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
             hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
         place, number = less + before, token.to(gl.int32) * A + slot
