@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, place_pieces
-from dpamoe.kernels.bitserial_planes import bring_table, decide, everywhere, fetch, keep_planes, look
+from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, keep_planes, look
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -195,45 +195,42 @@ def _dots(
 
 @gluon.jit
 def down_kernel(
-    hidden, ids, chunks, gates, seen, table, budget, k_max, planes, scales, offset, unit, bias, out,
-    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, seen_token, seen_slot, row, column, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
-    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr,
-    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
+    hidden, ids, chunks, gates, planes, scales, offset, unit, bias, out,
+    ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
+    A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
+    K_MIN: gl.constexpr, FOUND: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr, NW: gl.constexpr,
+    TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
-    Rules as in `look`, which sees gates of its own: k is found anew, since the kernel before has not written it when
-    planes are asked for. The K_MIN first planes do not wait for k, as far as they stand in shared memory.
-    SPARE: pieces of shared memory that only keep another program off the multiprocessor.
+    FOUND: whether the kernel before writes chunks. The K_MIN first planes do not wait for it, as far as they stand in shared
+    memory; all others do, which costs less than to find k anew. SPARE: pieces of shared memory that only keep another program
+    off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
     EARLY: gl.constexpr = min(K_MIN, CAP)
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
-    routed = (seen, ids, seen_token, seen_slot, ids_token, ids_slot)
-    rule = (table, budget, k_max, row, column, budget_token)
-    ids, gates = ids + token * ids_token, gates + token * gates_token
-    found = find_pieces(ids, gates, ids_slot, gates_slot, A, E, IN, PIECES, NW)
-    slots = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, RULE, A, E, C, K_MIN, N, NW)
+    routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
+    own_ids, own_gates = ids + token * ids_token, gates + token * gates_token
+    found = find_pieces(own_ids, own_gates, ids_slot, gates_slot, A, E, IN, PIECES, NW)
     ask_pieces(buffers, planes, found, tile * 16, 0, EARLY, OUT, IN, PIECES, NW)
-    told = fetch(slots, rule, token, 0, True, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
-    every = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
-    if RULE == "rank":  # else planes stand along the lanes of every warp
-        every = everywhere(every, N, NW)
+    wait_for_before(PDL and FOUND)
+    slots = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW)
+    every = decide(slots, (), 0, True, "given", C, K_MIN, N, NW)
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
-    packed = gl.sum(every.to(gl.int32 if N <= 8 else gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
+    packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
     found = give_planes(found, packed, PIECES)
     ask_pieces(buffers, planes, found, tile * 16, EARLY, CAP, OUT, IN, PIECES, NW)
     async_copy.commit_group()
     _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
-    wait_for_before(PDL)
+    wait_for_before(PDL and not FOUND)
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
-        result += _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A, OUT)
+        result += _biases(bias, own_ids, own_gates, packed, at, ids_slot, gates_slot, A, OUT)
     gl.store(out + token * OUT + at, result.to(out.dtype.element_ty))
 
 

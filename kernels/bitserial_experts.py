@@ -131,10 +131,9 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     pieces = WARPS * cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
-        hidden, ids, chunks, gates, *tables[:4], *tensors_of(down, down_bias), out,
-        *strides_of(ids, chunks, gates, tables[0]), *strides, **rule, **_sizes(down, down_bias), A=active, N=slots,
-        E=up.offset.shape[0], CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS,
-        **_launch(x.device, WARPS),
+        hidden, ids, chunks, gates, *tensors_of(down, down_bias), out, *strides_of(ids, chunks, gates),
+        **_sizes(down, down_bias), K_MIN=rule["K_MIN"], FOUND=source is not None, A=active, N=slots, E=up.offset.shape[0],
+        CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS, **_launch(x.device, WARPS),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.bitserial_product import barrier
 from dpamoe.kernels.sizes import next_power_of_2
-from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_of, finite, is_held, key_of, limit_of
+from dpamoe.kernels.triton_rank import FORBIDDEN, NEVER_BELOW, extra_of, finite, is_held, key_of
 from dpamoe.kernels.triton_threshold import count_above
 
 _padded = gluon.constexpr_function(next_power_of_2)
@@ -20,16 +20,9 @@ def square_layout(N, NW):
 
 
 @gluon.constexpr_function
-def steps_of_all_layout(own, NW):
-    """[steps of rivals, steps of all slots]: rivals along lanes, own ones shared out among warps."""
+def steps_layout(own, NW):
+    """[steps of rivals, steps of own slots]: rivals along lanes, own ones shared out among warps."""
     return gl.BlockedLayout([1, max(1, own // NW)], [32, 1], [1, NW], [1, 0])
-
-
-@gluon.constexpr_function
-def steps_of_one_layout(steps, NW):
-    """[slots of rivals, their steps, steps of one slot]: rivals shared out among warps, steps along lanes."""
-    along = min(steps, 32 // steps)
-    return gl.BlockedLayout([1, steps // along, 1], [32 // (along * steps), along, steps], [NW, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -66,22 +59,13 @@ def _errors(table, row, column, expert, step, K_MIN: gl.constexpr, C: gl.constex
 
 @gluon.jit
 def _steps(first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
-    """Slot and step of rivals and of own planes.
-
-    ALL: [N steps, 1] and [1, N steps]; else [N, 1, 1] and [1, steps, 1], the slot `first`, a scalar, and [1, 1, steps].
-    """
+    """Slot and step of all rivals, [N steps, 1], and of ALL slots or one, `first`, [1, own steps]."""
     STEPS: gl.constexpr = _padded(C - K_MIN)
-    if ALL:
-        layout: gl.constexpr = steps_of_all_layout(N * STEPS, NW)
-        rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
-        own = gl.arange(0, N * STEPS, gl.SliceLayout(0, layout))[None, :]
-        steps = rival // STEPS, rival % STEPS, own // STEPS, own % STEPS
-    else:
-        layout: gl.constexpr = steps_of_one_layout(STEPS, NW)
-        slot = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-        step = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-        steps = slot, step, first, gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    return steps
+    OWN: gl.constexpr = N * STEPS if ALL else STEPS
+    layout: gl.constexpr = steps_layout(OWN, NW)
+    rival = gl.arange(0, N * STEPS, gl.SliceLayout(1, layout))[:, None]
+    own = gl.arange(0, OWN, gl.SliceLayout(0, layout))[None, :]
+    return rival // STEPS, rival % STEPS, first + own // STEPS, own % STEPS
 
 
 @gluon.jit
@@ -147,7 +131,9 @@ def decide(
     RULE "rank": as `triton_rank.planes_of_token`, one comparison for each two steps.
     """
     if RULE == "rank":
-        k = _ranks_of_all(slots, told, C, K_MIN, N, NW) if ALL else _ranks_of_one(slots, told, first, C, K_MIN, N, NW)
+        parts, limit = _by_rank(slots, told, first, ALL, C, K_MIN, N, NW)
+        k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1) if ALL else gl.sum(gl.sum(parts, 1), 0)
+        k = gl.minimum(k, K_MIN + limit)
     elif RULE == "threshold":
         k = gl.where(slots[1], gl.minimum(count_above(slots[2], told[0]), told[1].to(gl.int32)), 0)
     else:
@@ -156,51 +142,22 @@ def decide(
 
 
 @gluon.jit
-def _keys(slots, told, slot, step, own_slot, C: gl.constexpr, K_MIN: gl.constexpr):
-    """Of rivals what their gains sort by, and of own planes what a rival of another slot must be above to go before them."""
+def _by_rank(slots, told, first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
+    """Planes of the own slots, in as many parts as there are steps, int32 [1, own steps]; and how many one has above K_MIN.
+
+    Sums of parts may be above that. Gains fall: a slot's own steps come in order.
+    """
+    slot, step, own_slot, own_step = _steps(first, ALL, C, K_MIN, N, NW)
     _, held, gate = slots[0]
-    errors, own_errors, _, most = told
-    key = gl.where(held & (step < limit_of(most, K_MIN, C)), key_of(_square(gate), errors[0], errors[1]), FORBIDDEN)
-    return key, key_of(_square(slots[1][2]), own_errors[0], own_errors[1]) - (slot < own_slot).to(gl.int32)
-
-
-@gluon.jit
-def _ranks_of_all(slots, told, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
-    """Planes of every slot, int32 [N]. Gains fall: a slot's own steps come in order."""
-    slot, step, own_slot, own_step = _steps(0, True, C, K_MIN, N, NW)
-    held, own_held = slots[0][1], slots[1][1]
-    key, bar = _keys(slots, told, slot, step, own_slot, C, K_MIN)
+    _, own_held, own_gate = slots[1]
+    errors, own_errors, average, most = told
     count = gl.sum(gl.sum((held & (step == 0)).to(gl.int32), 1), 0)
-    extra, limit = extra_of(told[2], told[3], count, K_MIN, C)
+    extra, limit = extra_of(average, most, count, K_MIN, C)
+    key = gl.where(held & (step < limit), key_of(_square(gate), errors[0], errors[1]), FORBIDDEN)
+    bar = key_of(_square(own_gate), own_errors[0], own_errors[1]) - (slot < own_slot).to(gl.int32)
     ahead = (key > gl.where(slot == own_slot, NEVER_BELOW, bar)).to(gl.int32)
     taken = gl.sum(ahead, 0, keep_dims=True) + own_step < gl.where(own_held, extra, 0)
-    parts = taken.to(gl.int32) + gl.where(own_held & (own_step == 0), K_MIN, 0)
-    return gl.minimum(gl.sum(parts.reshape([N, parts.shape[1] // N]), 1), K_MIN + limit)
-
-
-@gluon.jit
-def _ranks_of_one(slots, told, first, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr, NW: gl.constexpr):
-    """Planes of the slot `first`, a scalar: each warp counts what goes before them of its rivals, memory adds it up."""
-    slot, step, own_slot, _ = _steps(first, False, C, K_MIN, N, NW)
-    held, own_held = slots[0][1], slots[1][1]
-    key, bar = _keys(slots, told, slot, step, own_slot, C, K_MIN)
-    ahead = ((key > bar) & (slot != own_slot)).to(gl.int32) + gl.where(held & (step == 0), 1 << 16, 0)  # slots on top
-    STEPS: gl.constexpr = step.shape[1]
-    room = gl.allocate_shared_memory(gl.int32, [N, STEPS], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
-    room.store(gl.sum(ahead, 1))
-    whole = gl.sum(room.load(gl.BlockedLayout([N, 1], [32 // STEPS, STEPS], [NW, 1], [0, 1])), 0)
-    extra, limit = extra_of(told[2], told[3], whole >> 16, K_MIN, C)
-    own_step = gl.arange(0, STEPS, whole.type.layout)
-    taken = ((whole & 0xFFFF) + own_step < extra) & (own_step < limit)
-    return gl.where(own_held, gl.sum(taken.to(gl.int32), 0) + K_MIN, 0)
-
-
-@gluon.jit
-def everywhere(k, N: gl.constexpr, NW: gl.constexpr):
-    """Planes of all slots, [N], in the registers of every lane."""
-    room = gl.allocate_shared_memory(gl.int32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    room.store(k)
-    return room.load(gl.BlockedLayout([N], [32], [NW], [0]))
+    return taken.to(gl.int32) + gl.where(own_held & (own_step == 0), K_MIN, 0), limit
 
 
 @gluon.jit

@@ -30,15 +30,9 @@ def extra_planes(budget, k_max, count, K_MIN: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def limit_of(most, K_MIN: tl.constexpr, C: tl.constexpr):
-    """Planes above k_min for one expert at most."""
-    return tl.maximum(tl.minimum(most.to(tl.int32), C) - K_MIN, 0)
-
-
-@triton.jit
 def extra_of(average, most, count, K_MIN: tl.constexpr, C: tl.constexpr):
     """Planes above k_min for `count` experts and for one at most; clamping before `reference.planes_to_spend` rounds."""
-    limit = limit_of(most, K_MIN, C)
+    limit = tl.maximum(tl.minimum(most.to(tl.int32), C) - K_MIN, 0)
     average = tl.minimum(tl.maximum(average, K_MIN), (K_MIN + limit).to(average.dtype)).to(tl.float64)
     return (count.to(tl.float64) * average + (0.5 + 1e-5)).to(tl.int32) - count * K_MIN, limit
 
