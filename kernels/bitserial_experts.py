@@ -148,8 +148,8 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
     rows = torch.empty(pairs, out.shape[1], dtype=torch.float32, device=device)
     _group(inner, order, down, down_bias, rows, 1, "", along=1, tiles=4, programs=4, ahead=True)
     combine_kernel[(ids.shape[0], cdiv(out.shape[1], COLUMNS))](
-        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=active, E=experts, WIDTH=out.shape[1], B=COLUMNS,
-        **_launch(device, 2),
+        rows, ids, chunks, gates, source.spent if counts(source) else chunks, out, *strides_of(ids, chunks, gates), A=active,
+        E=experts, WIDTH=out.shape[1], B=COLUMNS, KINDS=len(up.planes) + 1 if counts(source) else 0, **_launch(device, 2),
     )  # fmt: skip
 
 
@@ -181,8 +181,8 @@ def order_pairs(x: Tensor, ids: Tensor, chunks: Tensor, up: EncodedWeight, sourc
     parts = pieces_of(up.in_features, WARPS)
     tables, strides, rule = rule_of(source, chunks)
     order_kernel[(tokens, parts + 1)](
-        x, bits, ids, chunks, *tables, order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
-        *strides, **rule, COUNT=counts(source), A=active, N=next_power_of_2(active), E=experts, IN=up.in_features,
+        x, bits, ids, chunks, *tables[:4], order, planes, entries, pairs, x.stride(0), *strides_of(ids, chunks, tables[0]),
+        *strides, **rule, A=active, N=next_power_of_2(active), E=experts, IN=up.in_features,
         C=len(up.planes), P=max(32, next_power_of_2(pairs)), PARTS=parts, NW=WARPS, TIED=tied_group(up),
         **_launch(device, WARPS),
     )  # fmt: skip

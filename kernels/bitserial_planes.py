@@ -167,17 +167,6 @@ def _square(gate):
 
 
 @gluon.jit
-def hand_out(at, spent, k, there, C: gl.constexpr, COUNT: gl.constexpr):
-    """Write the planes of up to 16 slots, int32 [N], those that are there, and, COUNT, count them: in 64 bits first."""
-    gl.store(at, k, mask=there)
-    if COUNT:
-        counts = gl.sum(gl.where(there, 1, 0).to(gl.int64) << 5 * k, 0)
-        for c in gl.static_range(C + 1):
-            number = (counts >> 5 * c) & 31
-            gl.atomic_add(spent + c, number, mask=number > 0, sem="relaxed")
-
-
-@gluon.jit
 def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
     """Write the planes of a slot, a scalar, where they belong and, COUNT, count them."""
     gl.store(at, k, mask=mask)

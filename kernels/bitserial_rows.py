@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, hand_out, look, square_layout
+from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, look, square_layout
 from dpamoe.kernels.bitserial_product import cut, input_of
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
@@ -87,10 +87,10 @@ def _before(flags, N: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def order_kernel(
-    x, bits, ids, chunks, gates, table, budget, k_max, spent, order, ks, entries, pairs,
+    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, COUNT: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
+    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
     NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
@@ -115,7 +115,7 @@ def order_kernel(
         k = decide(slots, told, 0, True, RULE, C, K_MIN, N, NW)
         k = gl.convert_layout(k, gl.SliceLayout(0, square_layout(N, NW)))
         if RULE != "given":
-            hand_out(chunks + token * chunks_token + slot * chunks_slot, spent, k, slot < A, C, COUNT)
+            gl.store(chunks + token * chunks_token + slot * chunks_slot, k, mask=slot < A)
         place, number = less + before, token.to(gl.int32) * A + slot
         gl.store(order + place, number, mask=slot < A)
         gl.store(ks + place, k, mask=slot < A)

@@ -252,8 +252,8 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     tokens, width = out.shape
     block = min(1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
-        rows, ids, chunks, gates, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width, B=block,
-        PDL=False,
+        rows, ids, chunks, gates, chunks, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width,
+        B=block, KINDS=0, PDL=False,
     )  # fmt: skip
 
 

@@ -304,21 +304,27 @@ def prepare_kernel(x, ready, factor, x_row, IN: tl.constexpr, STRETCHES: tl.cons
 
 @triton.jit
 def combine_kernel(
-    rows, ids, chunks, gates, out, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
-    A: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    rows, ids, chunks, gates, spent, out, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
+    A: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, B: tl.constexpr, KINDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[token] = sum over slots, in order, of gate * rows[pair]; pairs that were not computed are left out.
 
+    KINDS: numbers of planes that are counted in spent, of up to 31 slots; 0: none.
     PDL: the kernel before, which writes rows, may still run; what else is read is older.
     """
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    parts = ()
+    parts, counts = (), tl.zeros((), tl.int64)
     for slot in tl.static_range(A):
         expert = tl.load(ids + token * ids_token + slot * ids_slot)
         k = tl.load(chunks + token * chunks_token + slot * chunks_slot)
         gate = tl.load(gates + token * gates_token + slot * gates_slot).to(tl.float32)
         parts = parts + ((gate, (expert >= 0) & (expert < E) & (k > 0)),)
+        counts += tl.cast(1, tl.int64) << 5 * k
     wait_for_before(PDL)
+    if tl.program_id(1) == 0:
+        for kind in tl.static_range(KINDS):
+            number = (counts >> 5 * kind) & 31
+            tl.atomic_add(spent + kind, number, mask=number > 0, sem="relaxed")
     total = tl.zeros((B,), tl.float32)
     for slot in tl.static_range(A):
         gate, held = parts[slot]

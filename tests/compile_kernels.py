@@ -5,8 +5,9 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
-copies, and how many before it has asked for ASKED of them; "hopper": also the most shared memory that its cut was chosen for,
-its products and waits for them, and `faults_of` its code.
+copies, how many of 32 bits before it has asked for ASKED of them, and how many it asks for before it waits for the kernel
+before; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and `faults_of`
+its code.
 """
 
 import json
@@ -83,7 +84,8 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts = {"shared": made.metadata.shared, "spills": stack, "products": len(re.findall(r"\b[BI]MMA\b", listing))}
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
-    facts["ahead"] = len(re.findall(r"\bLDG\.", "".join(re.split(r"\bLDGSTS\.", listing)[:ASKED])))
+    facts["ahead"] = len(re.findall(r"\bLDG\.E\s", "".join(re.split(r"\bLDGSTS\.", listing)[:ASKED])))
+    facts["unwaited"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bACQBULK\b", listing)[0]))
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
         facts["faults"] = faults_of(made.asm["ttgir"], listing)
@@ -174,7 +176,7 @@ def around(card):
             card, hopper_rows.prepare_kernel, {"A": 0, "IN": INNER, "PAD": 1024, "W": 2, "ROWS": 4} | early, {"rows": "i32"}
         ),
         "combine": compile_for(
-            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "PDL": False}
+            card, triton_sort.combine_kernel, {"A": ACTIVE, "E": EXPERTS, "WIDTH": HIDDEN, "B": 1024, "KINDS": 0, "PDL": False}
         ),
     }  # fmt: skip
 
@@ -352,7 +354,7 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "P", "OUT", "CUT")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "P", "OUT", "CUT", "KINDS")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
