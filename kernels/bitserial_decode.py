@@ -50,7 +50,7 @@ def _ask_stages(
 @gluon.jit
 def up_kernel(
     x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, unit, bias, hidden,
-    x_token, x_slot, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
+    x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
@@ -63,8 +63,8 @@ def up_kernel(
     MATRICES: gl.constexpr = 2 if GATED else 1
     PIECES: gl.constexpr = (IN + 256 * NW - 1) // (256 * NW)
     EARLY: gl.constexpr = min(K_MIN, CAP, 2)
-    tile, pair, slot = gl.program_id(0), gl.program_id(1), gl.program_id(1) % A
-    token = (pair // A).to(gl.int64)
+    tile, pair = gl.program_id(0), gl.program_id(1)
+    token, slot = (pair // A).to(gl.int64), pair % A
     bring_table(table, row, tile + pair == 0, E, RULE, NW)
     wait_for_before(PDL)  # only now may the next begin: it reads ids and gates before its own wait
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
@@ -73,7 +73,7 @@ def up_kernel(
     routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
     rule = (table, budget, k_max, row, column, budget_token)
     slots = look(chunks, routed, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
-    lower, upper = _inputs(x + token * x_token + slot * x_slot, IN, NW, PIECES, TIED)
+    lower, upper = _inputs(x + token * x_token, IN, NW, PIECES, TIED)
     ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
     told = fetch(slots, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
     X, Y = _cut(lower, PIECES, TIED), _cut(upper, PIECES, TIED)
@@ -83,13 +83,11 @@ def up_kernel(
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
     if k > 0:
         total = _up_rows(
-            X, Y, buffers, planes, scales, offset, unit + expert, first_row, k,
-            IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED,
+            X, Y, buffers, planes, scales, offset, unit + expert, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
         )  # fmt: skip
         result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
         result = activated(result, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
-        out = hidden + pair.to(gl.int64) * WIDTH + tile * 16
-        gl.store(out + gl.arange(0, 16, result.type.layout), result.to(hidden.dtype.element_ty))
+        gl.store(hidden + pair.to(gl.int64) * WIDTH + tile * 16 + gl.arange(0, 16, result.type.layout), result)
 
 
 @gluon.jit

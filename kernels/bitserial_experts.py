@@ -124,8 +124,8 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
     registers = None if up.unit is None else registers_of(WARPS, 3)  # free scales need fewer
     up_kernel[(down.in_features // 16, tokens * active)](
-        x, ids, chunks, *tables, *tensors_of(up, up_bias), hidden, x.stride(0), 0, *strides_of(ids, chunks, tables[0]),
-        *strides, **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
+        x, ids, chunks, *tables, *tensors_of(up, up_bias), hidden, x.stride(0), *strides_of(ids, chunks, tables[0]), *strides,
+        **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
         ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS, registers),
     )  # fmt: skip
     pieces = WARPS * cdiv(active * pieces_of(down.in_features, 1), WARPS)

@@ -87,11 +87,10 @@ def _before(flags, N: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def order_kernel(
-    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs,
-    x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token,
-    RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, COLUMNS: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr,
-    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
+    x, bits, ids, chunks, gates, table, budget, k_max, order, ks, entries, pairs, x_token, ids_token, ids_slot,
+    chunks_token, chunks_slot, gates_token, gates_slot, row, column_of, budget_token, RULE: gl.constexpr, A: gl.constexpr,
+    N: gl.constexpr, E: gl.constexpr, IN: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr,
+    P: gl.constexpr, PARTS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token: its row cut into bits (in PARTS programs), and (in one more) planes of its pairs and their places.
 
