@@ -7,9 +7,9 @@ python tests/benchmarks/bench_allocation.py [--model qwen3_moe] [--tokens 1,8,16
 from functools import partial
 
 import torch
-from layers import flags_of, layers_of
+from layers import flags_of, layers_of, print_growing
 
-from dpamoe import measure, synthetic, tables
+from dpamoe import measure, synthetic
 from dpamoe.bench import call, compiled
 from dpamoe.modules import layer_shape
 from dpamoe.spec import SpendSpec
@@ -54,10 +54,11 @@ def main() -> None:
         for seed, layer in enumerate(layers):
             synthetic.weigh(layer, device, seed)
         jobs = [(int(tokens), name) for tokens in flags.tokens.split(",") for name in SPENDS]
-        rows = [row_of(layers, tokens, flags.budget, name, device) for tokens, name in jobs]
+        rows = (row_of(layers, tokens, flags.budget, name, device) for tokens, name in jobs)
         head = ("tokens", "allocator", "planes", "given µs", "allocated µs", "and counted µs")
         key = layer_shape(layers[0].site, layers[0].spec).key
-        print(f"{key}, {len(layers)} layers in turn", tables.aligned(head, rows), sep="\n")
+        print(f"{key}, {len(layers)} layers in turn")
+        print_growing(head, rows, ("64", "threshold", "4.000", "1000.00", "1000.00 (+10.00)", "1000.00 (+10.00)"))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What the benchmarks of single layers share: flags, and the layers of each distinct shape of a model."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from dpamoe import measure, synthetic
+from dpamoe import measure, synthetic, tables
 from dpamoe.modules import EncodedExperts
 from dpamoe.spec import EncodeSpec
 from dpamoe.tune import build_layers
@@ -27,3 +27,10 @@ def layers_of(flags: argparse.Namespace) -> Iterator[list[EncodedExperts]]:
     print(measure.heading(measure.facts(device)))
     for site in synthetic.distinct(sites):
         yield build_layers(site, spec, device)
+
+
+def print_growing(head: Sequence[str], rows: Iterable[Sequence[str]], room: Sequence[str]) -> None:
+    """Each row as soon as it is measured, so that a run that is cut short leaves what it has; room: cells as wide as any."""
+    for number, row in enumerate(rows):
+        lines = tables.growing(head, [row], [room]).splitlines()
+        print(*lines[-1 if number else 0 :], sep="\n", flush=True)
