@@ -111,7 +111,7 @@ def rule_of(source: Allocation | Thresholds | None, chunks: Tensor) -> tuple[tup
 
 
 def counts(source: Allocation | Thresholds | None) -> bool:
-    """Whether `up_kernel` counts the planes that it hands out."""
+    """Whether planes that a source hands out are counted."""
     return source is not None and source.spent is not None
 
 
