@@ -1,4 +1,4 @@
-"""How many planes the slots of a token read, in Gluon: given, by thresholds, or by rank selection, one warp for itself."""
+"""How many planes the slots of a token read, in Gluon: given, by thresholds, or by rank selection."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -126,7 +126,8 @@ def decide(
     slots, told, first, ALL: gl.constexpr, RULE: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of the slots that `look` saw and `fetch` was told of: int32 [N], 0 for padding, or a scalar.
+    """Planes of the slots that `look` saw and `fetch` was told of: int32 [N], 0 for padding, or a scalar. [N] stands along the
+    lanes of every warp, by rank shared out among warps.
 
     RULE "rank": as `triton_rank.planes_of_token`, one comparison for each two steps.
     """

@@ -5,9 +5,9 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 "bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
-copies, how many of 32 bits before it has asked for ASKED of them, and how many it asks for before it waits for the kernel
-before; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and `faults_of`
-its code.
+copies, how many of 32 bits before it has asked for ASKED of them, how many of 16 bits before the first, and how many it asks
+for before it waits for the kernel before; "hopper": also the most shared memory that its cut was chosen for, its products and
+waits for them, and `faults_of` its code.
 """
 
 import json
@@ -85,6 +85,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
     facts["ahead"] = len(re.findall(r"\bLDG\.E\s", "".join(re.split(r"\bLDGSTS\.", listing)[:ASKED])))
+    facts["halves"] = len(re.findall(r"\bLDG\.E\.U16\b", re.split(r"\bLDGSTS\.", listing)[0]))
     facts["unwaited"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bACQBULK\b", listing)[0]))
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
@@ -354,7 +355,7 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "P", "OUT", "CUT", "KINDS")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "FOUND", "P", "OUT", "CUT", "KINDS")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
@@ -402,6 +403,7 @@ def launch_bits(ffn, tokens, tied):
         None,
         allocation.Allocation(gates, empty(EXPERTS, PLANES + 1), empty(()), k_max, 2, spent),
         allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max, spent, 2),
+        allocation.Thresholds(gates, empty(EXPERTS, PLANES), k_max, spent),
     )
     for source in sources:
         ids = empty(sizes, dtype=torch.int64)

@@ -376,6 +376,23 @@ def bits_on_cpu(monkeypatch):
 
 
 @pytest.fixture
+def early(bits_on_cpu, monkeypatch):
+    """Function that sets what happens where a kernel waits for the one before it, on a card where it begins before its end."""
+    from dpamoe.kernels import triton_wait
+
+    from . import gluon_on_cpu
+
+    monkeypatch.setattr(bits_on_cpu, "early", lambda device: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_wait, "gdc_launch_dependents", lambda: None)
+
+    def choose(each):
+        monkeypatch.setattr(gluon_on_cpu.WAITS, "each", each)
+        monkeypatch.setattr(triton_wait, "gdc_wait", each)
+
+    return choose
+
+
+@pytest.fixture
 def hopper_on_cpu(monkeypatch):
     """The module `hopper_experts`, whose kernel runs on the CPU; its `hopper_prefill_kernel` is a `hopper_on_cpu.Hopper`."""
     if torch.cuda.is_available():

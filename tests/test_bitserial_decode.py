@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from dpamoe.kernels import allocation
 from dpamoe.kernels.reference import ACTIVATIONS, is_gated
 
 from .in_fp64 import error
@@ -88,3 +89,57 @@ def test_a_number_that_is_none_stays_in_its_token(bits_on_cpu, block):
     x[1, 50] = float("nan")
     found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
     assert found[1].isnan().all() and error(found[:1], x[:1], ids[:1], gates[:1], chunks[:1], layer) < ERROR
+
+
+def sources(convex_table, gates):
+    """Where k is from: given, by rank and by thresholds, of two planes at least or none."""
+    k_max, table = torch.tensor(8, dtype=torch.int32), torch.linspace(0.1, 0.9, 8).repeat(3, 1)
+    table[:, :2] = -1
+    return {
+        "given": None,
+        "rank": allocation.Allocation(gates, convex_table(3), torch.tensor(3.5), k_max, 2),
+        "thresholds": allocation.Thresholds(gates, table, k_max, k_min=2),
+        "thresholds from none on": allocation.Thresholds(gates, table - 0.3, k_max),
+    }
+
+
+@pytest.mark.parametrize(
+    "rule, asked", [("given", 8), ("rank", 2), ("thresholds", 2), ("thresholds from none on", 0)], ids=lambda value: str(value)
+)
+def test_the_second_product_waits_for_what_the_first_writes(bits_on_cpu, block, convex_table, early, monkeypatch, rule, asked):
+    """On a card where it begins before the end of the first: hidden rows, and k that is found there, are there where it waits.
+
+    Of planes it asks before for all that are given, or for the fewest.
+    """
+    layer, x, ids = block(hidden=128, activation="relu"), rows(2, 128), torch.tensor([[0, 3, 2], [1, 1, -1]])
+    gates = torch.rand(2, 3)
+    source = sources(convex_table, gates)[rule]
+    chunks = torch.tensor([[2, 0, 5], [3, 4, 0]], dtype=torch.int32)
+    expected = bits_on_cpu.ffn(x, ids, gates, chunks, *layer, source)
+    down, found, waits = bits_on_cpu.down_kernel, chunks.clone(), []
+
+    class Late:
+        def __getitem__(self, grid):
+            return lambda hidden, ids, k, *given, **options: self.launch(grid, (hidden, k), (ids, *given), options)
+
+        def launch(self, grid, written, given, options):
+            there = [tensor.clone() for tensor in written]
+
+            def wait():
+                copies = gluon_on_cpu.COPIES
+                waits.append(sum(map(len, [*copies.groups, copies.asked])))
+                for tensor, value in zip(written, there, strict=True):
+                    tensor.copy_(value)
+
+            written[0].fill_(float("nan"))
+            if source is not None:
+                written[1].fill_(0)
+            early(wait)
+            down[grid](written[0], given[0], written[1], *given[1:], **options)
+
+    from . import gluon_on_cpu
+
+    early(lambda: None)
+    monkeypatch.setattr(bits_on_cpu, "down_kernel", Late())
+    assert torch.equal(bits_on_cpu.ffn(x, ids, gates, found, *layer, source), expected) and torch.equal(found, chunks)
+    assert waits == [asked] * 8  # four tiles of each of two tokens

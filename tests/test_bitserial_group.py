@@ -27,23 +27,6 @@ def many(bits_on_cpu, monkeypatch):
     return bits_on_cpu.ffn
 
 
-@pytest.fixture
-def early(bits_on_cpu, monkeypatch):
-    """Function that sets what happens where a kernel waits for the one before it, on a card where it begins before its end."""
-    from dpamoe.kernels import triton_wait
-
-    from . import gluon_on_cpu
-
-    monkeypatch.setattr(bits_on_cpu, "early", lambda device: {"PDL": True, "launch_pdl": True})
-    monkeypatch.setattr(triton_wait, "gdc_launch_dependents", lambda: None)
-
-    def choose(each):
-        monkeypatch.setattr(gluon_on_cpu.WAITS, "each", each)
-        monkeypatch.setattr(triton_wait, "gdc_wait", each)
-
-    return choose
-
-
 def make(random_encoded, experts, hidden, inner, activation, planes=8):
     rows = inner * (2 if is_gated(activation) else 1)
     up, down = random_encoded(experts, rows, hidden, 128, planes), random_encoded(experts, 64, inner, 128, planes, seed=1)

@@ -114,10 +114,11 @@ COUNTED = [("threshold", 2, 4), ("rank", 2, 4), ("rank", 9, 4), ("most", 3, 16)]
 
 
 @pytest.mark.parametrize("rule, tokens, active", some_slow(COUNTED, [COUNTED[0], COUNTED[3]]))
-def test_planes_are_counted(bits_on_cpu, random_encoded, convex_table, rule, tokens, active):
+def test_planes_are_counted(bits_on_cpu, random_encoded, convex_table, monkeypatch, rule, tokens, active):
     """In a call of few pairs, and in one whose pairs are put in order, also if all 16 slots of a token have the same planes;
-    padding has no planes.
+    padding has no planes. Once, though several programs add up a token's slots.
     """
+    monkeypatch.setattr(bits_on_cpu, "COLUMNS", 32)
     (ids, gates), k_max = routing(tokens, active), torch.tensor(7, dtype=torch.int32)
     assert (ids.numel() > bits_on_cpu.FEW) == (tokens > 2)
     up, down = random_encoded(EXPERTS, 128, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
