@@ -202,8 +202,8 @@ def down_kernel(
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
     FOUND: whether the kernel before writes chunks. The K_MIN first planes do not wait for it, as far as they stand in shared
-    memory; all others do, which costs less, where K_MIN is 2, than to find k anew. SPARE: pieces of shared memory that only keep
-    another program off the multiprocessor.
+    memory; all others do, which costs less, where K_MIN is 2, than to find k anew. SPARE: pieces of shared memory that only
+    keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
     EARLY: gl.constexpr = min(K_MIN, CAP)

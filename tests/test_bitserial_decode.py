@@ -103,9 +103,10 @@ def sources(convex_table, gates):
     }
 
 
-@pytest.mark.parametrize(
-    "rule, asked", [("given", 8), ("rank", 2), ("thresholds", 2), ("thresholds from none on", 0)], ids=lambda value: str(value)
-)
+ASKED = [("given", 8), ("rank", 2), ("thresholds", 2), ("thresholds from none on", 0)]
+
+
+@pytest.mark.parametrize("rule, asked", some_slow(ASKED, ASKED[:2]))
 def test_the_second_product_waits_for_what_the_first_writes(bits_on_cpu, block, convex_table, early, monkeypatch, rule, asked):
     """On a card where it begins before the end of the first: hidden rows, and k that is found there, are there where it waits.
 
