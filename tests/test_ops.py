@@ -83,6 +83,27 @@ def test_opcheck_ffn(random_pairs, convex_table, up, down, tokens, dtype):
     torch.library.opcheck(OPS.count.default, (chunks, torch.arange(9)))
 
 
+@pytest.mark.parametrize("op", ["routed_ffn", "threshold_ffn"])
+def test_nothing_goes_back_through_an_op_that_counts(random_pairs, convex_table, up, down, op):
+    """Nor is a gradient left out in silence; without gradients, and of gates alone, its results are plain."""
+    ids, gates, _ = random_pairs(3, ACTIVE, EXPERTS)
+    tables = (*allocation(convex_table), *opened(up), *opened(down), "silu_mul", GROUP, 2)
+    if op == "threshold_ffn":
+        tables = (*levels(), *tables[3:-1], 1)
+    counted, x = getattr(OPS, f"{op}_counted"), rows(3).requires_grad_()
+    found, chunks = counted(torch.zeros(9, dtype=torch.int64), x, ids, gates, *tables)
+    assert found.requires_grad and not chunks.requires_grad
+    with pytest.raises(RuntimeError, match=f"dpamoe::{op}_counted has no gradient"):
+        found.sum().backward()
+    with torch.no_grad():
+        again, _ = counted(torch.zeros(9, dtype=torch.int64), x, ids, gates, *tables)
+    assert not again.requires_grad and torch.equal(again, found)
+    planes = OPS.allocate_counted(
+        torch.zeros(9, dtype=torch.int64), gates.clone().requires_grad_(), ids, *allocation(convex_table), 2
+    )
+    assert not planes.requires_grad
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_planes_are_counted_by_the_op_that_hands_them_out(random_pairs, convex_table, up, down, tokens):
     ids, gates, _ = random_pairs(tokens, ACTIVE, EXPERTS)
