@@ -192,17 +192,20 @@ class EncodedExperts(nn.Module):
 
     def allocate(self, index: Tensor, weights: Tensor) -> Tensor:
         """Planes for each selected expert, int32 [T, A]."""
+        name, seen, *rest = self._rule(index, weights)
+        return getattr(torch.ops.dpamoe, name)(seen, index, *rest)
+
+    def _rule(self, index: Tensor, weights: Tensor) -> tuple:
+        """The op that allocates these pairs, the gates that it sees, and its arguments behind the ids."""
         allocation, table, scope, convex = self.spend.allocation, self.table, self.spend.scope, self.convex
         if self._falls_back(index):
             allocation, table, scope, convex = "uniform", self.uniform_table, "token", not self.spend.skip
-        seen = allocation_gates(weights, allocation, self.budget)  # a number that is there: nothing is launched for it
-        arguments = (seen, index, table, self.budget, self.k_max, self.least, convex)
         if self.spend.allocator == "threshold" and allocation == "dpa":
             own = self.thresholds * self.shift.exp2() if self.follows else self.thresholds
-            return torch.ops.dpamoe.allocate_threshold(weights, index, own, self.k_max, self.least)
-        if scope == "dispatch":
-            return torch.ops.dpamoe.allocate_dispatch(*arguments)
-        return torch.ops.dpamoe.allocate(*arguments)
+            return "allocate_threshold", weights, own, self.k_max, self.least
+        seen = allocation_gates(weights, allocation, self.budget)  # a number that is there: nothing is launched for it
+        name = "allocate_dispatch" if scope == "dispatch" else "allocate"
+        return name, seen, table, self.budget, self.k_max, self.least, convex
 
     def _falls_back(self, index: Tensor) -> bool:
         return self.uniform_from is not None and index.shape[0] >= self.uniform_from
@@ -213,17 +216,32 @@ class EncodedExperts(nn.Module):
         if self.site.masked:
             index = chosen(top_k_index)
             weights = top_k_weights.view(index.shape)
-        chunks = self.allocate(index, weights)
-        torch.ops.dpamoe.count(chunks, self.spent)
+        result, chunks = self.run(rows, index, weights)
         if self.spend.skip:
             self.skipped.add_(((chunks == 0) & (index >= 0) & (index < self.site.experts)).sum())
         if self.follows and not self._falls_back(index):
             follow(self.shift, chunks, (index >= 0) & (index < self.site.experts), self.target)
-        result = self.compute(rows, index, weights, chunks)
         if self.site.identity:
             kept = weights.masked_fill(index < self.site.experts, 0.0).sum(-1, keepdim=True)
             result = result + (kept * rows).to(result.dtype)
         return result.view(*hidden_states.shape[:-1], result.shape[-1])
+
+    def run(self, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`compute` at the planes that `allocate` gives, [T, O], and these, int32 [T, A], which are counted.
+
+        Without a compiler, whose passes fuse as much, by one op where there is one: the allocator has no launch of its own.
+        """
+        name, seen, table, *others = self._rule(index, weights)
+        if name == "allocate_dispatch" or not self.site.fused or torch.compiler.is_compiling():
+            chunks = getattr(torch.ops.dpamoe, name)(seen, index, table, *others)
+            torch.ops.dpamoe.count(chunks, self.spent)
+            return self.compute(rows, index, weights, chunks), chunks
+        given = (self.spent, rows, index, weights, table)
+        if name == "allocate_threshold":
+            k_max, least = others
+            return torch.ops.dpamoe.threshold_ffn_counted(*given, k_max, *self._block(), least)
+        budget, k_max, *more = others
+        return torch.ops.dpamoe.routed_ffn_counted(*given, budget, k_max, *self._block(), *more, self._gives_one_k(index), seen)
 
     @property
     def activation(self) -> Callable[[Tensor], Tensor]:
@@ -235,12 +253,15 @@ class EncodedExperts(nn.Module):
         return (self._fused if self.site.fused else self._in_steps)(rows, index, weights, chunks)
 
     def _fused(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
+        return torch.ops.dpamoe.expert_ffn(rows, index, weights, chunks, *self._block(), self._gives_one_k(index))
+
+    def _block(self) -> tuple:
+        """Both weights, biases, activation and group size, as the fused ops take them."""
         up, down = self.gate_up_proj(), self.down_proj()
-        return torch.ops.dpamoe.expert_ffn(
-            rows, index, weights, chunks,
+        return (
             up.planes, up.scales, up.offset, up.unit, self.up_bias,
             down.planes, down.scales, down.offset, down.unit, self.down_bias,
-            self.site.activation, self.spec.group_size, self._gives_one_k(index),
+            self.site.activation, self.spec.group_size,
         )  # fmt: skip
 
     def _in_steps(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:

@@ -83,14 +83,15 @@ def spent_by(model, ids, **inputs):
     seen = []
 
     def watch(experts):
-        allocate = experts.allocate
+        run = experts.run
 
-        def recorded(index, weights):
-            seen.append(allocate(index, weights))
-            return seen[-1]
+        def recorded(*given):
+            result, chunks = run(*given)
+            seen.append(chunks)
+            return result, chunks
 
-        experts.allocate = recorded
-        return lambda: experts.__dict__.pop("allocate")
+        experts.run = recorded
+        return lambda: experts.__dict__.pop("run")
 
     undo = [watch(experts) for experts in encoded_experts(model).values()]
     out = logits(model, ids, **inputs)
@@ -456,8 +457,14 @@ def test_no_token_is_ever_above_its_share(transformed, random_ids, monkeypatch, 
     """What a request can count on: floor(A k + .5) planes over a token's A experts, whatever its neighbours are."""
     _, model = transformed(family)
     seen = []
-    kept = EncodedExperts.allocate
-    monkeypatch.setattr(EncodedExperts, "allocate", lambda self, *given: (seen.append(kept(self, *given)), seen[-1])[1])
+    run = EncodedExperts.run
+
+    def record(self, *given):
+        result, chunks = run(self, *given)
+        seen.append(chunks)
+        return result, chunks
+
+    monkeypatch.setattr(EncodedExperts, "run", record)
     for budget in (2, 2.1, 2.25, 2.5, 3.75, 5, 6.3, 7.99, 8):
         for allocation in ("dpa", "gate-linear", "gate-only", "residual-only", "uniform"):
             dpamoe.set_spend(model, budget=budget, allocation=allocation)

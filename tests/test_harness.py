@@ -120,19 +120,19 @@ def test_hflm_scores_the_same(plain, tiny_dir, wrap, assert_same):
 
 
 def test_each_token_reads_the_same_planes_in_any_batch(encoded, wrap, monkeypatch):
-    allocate, whole = EncodedExperts.allocate, type(encoded).forward
+    run, whole = EncodedExperts.run, type(encoded).forward
     rows, chunks = [], []
 
     def record_chunks(self, *arguments):
-        found = allocate(self, *arguments)
+        result, found = run(self, *arguments)
         chunks.append(found)
-        return found
+        return result, found
 
     def record_rows(self, ids, **more):
         rows.append(ids)
         return whole(self, ids, **more)
 
-    monkeypatch.setattr(EncodedExperts, "allocate", record_chunks)
+    monkeypatch.setattr(EncodedExperts, "run", record_chunks)
     monkeypatch.setattr(type(encoded), "forward", record_rows)
     seen = []
     for size in (1, 4, 16):

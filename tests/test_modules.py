@@ -340,8 +340,13 @@ def test_dispatch_scope_gives_an_expert_one_k(experts, routing):
 
 
 def test_the_kernels_are_told_where_experts_have_one_k(experts, routing, store_costs, monkeypatch):
-    module, inputs, said, ffn = experts(), routing(20), [], torch.ops.dpamoe.expert_ffn
-    monkeypatch.setattr(torch.ops.dpamoe, "expert_ffn", lambda *arguments: (said.append(arguments[-1]), ffn(*arguments))[1])
+    module, inputs, said = experts(), routing(20), []
+
+    def listen(name, place):
+        op = getattr(torch.ops.dpamoe, name)
+        monkeypatch.setattr(torch.ops.dpamoe, name, lambda *given: (said.append(given[place]), op(*given))[1])
+
+    listen("expert_ffn", -1), listen("routed_ffn_counted", -2)
     store_costs(layer_shape(module.site, module.spec), uniform_from=12)
     guesses = {
         SpendSpec(3.0): (False, False), SpendSpec(3.0, "gate-only"): (False, False), SpendSpec(3.0, "uniform"): (True, True),

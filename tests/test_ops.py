@@ -98,9 +98,8 @@ def test_nothing_goes_back_through_an_op_that_counts(random_pairs, convex_table,
     with torch.no_grad():
         again, _ = counted(torch.zeros(9, dtype=torch.int64), x, ids, gates, *tables)
     assert not again.requires_grad and torch.equal(again, found)
-    planes = OPS.allocate_counted(
-        torch.zeros(9, dtype=torch.int64), gates.clone().requires_grad_(), ids, *allocation(convex_table), 2
-    )
+    seen, spent = gates.clone().requires_grad_(), torch.zeros(9, dtype=torch.int64)
+    planes = OPS.allocate_counted(spent, seen, ids, *allocation(convex_table), 2)
     assert not planes.requires_grad
 
 

@@ -63,7 +63,7 @@ def assert_asked_early(found, card):
     From Hopper on the second asks before it waits for the first, of three pieces, for all planes that are given, for the fewest
     if the first finds k, which it loads behind.
     """
-    first = {name: (facts["ahead"], facts["halves"]) for name, facts in found.items() if "up_kernel" in name}
+    first = {name: (facts["ahead"], facts["halves"]) for name, facts in found.items() if " up_kernel" in name}
     assert len(first) == 4 and all(halves >= 8 for _, halves in first.values()), first
     assert not any(ahead for name, (ahead, _) in first.items() if "K_MIN=2" in name), first
     second = {name.split("kernel ")[1]: (facts["unwaited"], facts["ahead"]) for name, facts in found.items() if "down" in name}
