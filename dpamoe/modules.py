@@ -231,11 +231,11 @@ class EncodedExperts(nn.Module):
 
         Without a compiler, whose passes fuse as much, by one op where there is one: the allocator has no launch of its own.
         """
-        name, seen, table, *others = self._rule(index, weights)
-        if name == "allocate_dispatch" or not self.site.fused or torch.compiler.is_compiling():
-            chunks = getattr(torch.ops.dpamoe, name)(seen, index, table, *others)
+        if not self.site.fused or self.spend.scope == "dispatch" or torch.compiler.is_compiling():
+            chunks = self.allocate(index, weights)
             torch.ops.dpamoe.count(chunks, self.spent)
             return self.compute(rows, index, weights, chunks), chunks
+        name, seen, table, *others = self._rule(index, weights)
         given = (self.spent, rows, index, weights, table)
         if name == "allocate_threshold":
             k_max, least = others

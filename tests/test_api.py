@@ -18,6 +18,8 @@ from dpamoe.modules import EncodedExperts, encoded_experts, layer_shape
 from dpamoe.passes import verify
 from dpamoe.sites import ExpertWeights, scatter
 
+from . import recorded
+
 SPEC = dpamoe.EncodeSpec(group_size=32)
 EXPERTS, HIDDEN, INNER = 8, 32, 16
 
@@ -80,23 +82,8 @@ def write_back(original, model):
 
 def spent_by(model, ids, **inputs):
     """Chunks of every site in one pass over `ids` [B, L], each [B, L, A]."""
-    seen = []
-
-    def watch(experts):
-        run = experts.run
-
-        def recorded(*given):
-            result, chunks = run(*given)
-            seen.append(chunks)
-            return result, chunks
-
-        experts.run = recorded
-        return lambda: experts.__dict__.pop("run")
-
-    undo = [watch(experts) for experts in encoded_experts(model).values()]
-    out = logits(model, ids, **inputs)
-    for each in undo:
-        each()
+    with recorded.planes() as seen:
+        out = logits(model, ids, **inputs)
     return [chunks.view(*ids.shape, -1) for chunks in seen], out
 
 
@@ -453,28 +440,19 @@ def test_skipped_experts_in_the_statistics(transformed, random_ids, family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_no_token_is_ever_above_its_share(transformed, random_ids, monkeypatch, family):
+def test_no_token_is_ever_above_its_share(transformed, random_ids, family):
     """What a request can count on: floor(A k + .5) planes over a token's A experts, whatever its neighbours are."""
     _, model = transformed(family)
-    seen = []
-    run = EncodedExperts.run
-
-    def record(self, *given):
-        result, chunks = run(self, *given)
-        seen.append(chunks)
-        return result, chunks
-
-    monkeypatch.setattr(EncodedExperts, "run", record)
     for budget in (2, 2.1, 2.25, 2.5, 3.75, 5, 6.3, 7.99, 8):
         for allocation in ("dpa", "gate-linear", "gate-only", "residual-only", "uniform"):
             dpamoe.set_spend(model, budget=budget, allocation=allocation)
-            for rows, length in ((1, 1), (3, 17)):
-                logits(model, random_ids(rows, length, seed=rows))
+            with recorded.planes() as seen:
+                for rows, length in ((1, 1), (3, 17)):
+                    logits(model, random_ids(rows, length, seed=rows))
             for chunks in seen:
                 assert chunks.sum(1).max() <= math.floor(chunks.shape[1] * budget + 0.5)
                 assert chunks.min() >= 2 and chunks.max() <= 8
             assert len(seen) == 2 * len(encoded_experts(model))
-            seen.clear()
 
 
 def test_more_planes_come_closer(transformed, random_ids):

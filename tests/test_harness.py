@@ -10,7 +10,9 @@ import torch
 
 import dpamoe
 from dpamoe import evaluate, text
-from dpamoe.modules import EncodedExperts, encoded_experts
+from dpamoe.modules import encoded_experts
+
+from . import recorded
 
 pytest.importorskip("lm_eval")
 
@@ -120,23 +122,17 @@ def test_hflm_scores_the_same(plain, tiny_dir, wrap, assert_same):
 
 
 def test_each_token_reads_the_same_planes_in_any_batch(encoded, wrap, monkeypatch):
-    run, whole = EncodedExperts.run, type(encoded).forward
-    rows, chunks = [], []
-
-    def record_chunks(self, *arguments):
-        result, found = run(self, *arguments)
-        chunks.append(found)
-        return result, found
+    whole, rows = type(encoded).forward, []
 
     def record_rows(self, ids, **more):
         rows.append(ids)
         return whole(self, ids, **more)
 
-    monkeypatch.setattr(EncodedExperts, "run", record_chunks)
     monkeypatch.setattr(type(encoded), "forward", record_rows)
     seen = []
     for size in (1, 4, 16):
-        wrap(encoded, batch_size=size).loglikelihood(requests(PAIRS))
+        with recorded.planes() as chunks:
+            wrap(encoded, batch_size=size).loglikelihood(requests(PAIRS))
         layers = len(encoded_experts(encoded))
         spent = {}
         for number, ids in enumerate(rows):
@@ -145,7 +141,7 @@ def test_each_token_reads_the_same_planes_in_any_batch(encoded, wrap, monkeypatc
                 length = int((row != 0).sum())  # padded with 0, which no text holds
                 spent[tuple(row[:length].tolist())] = planes[:, :length].tolist()
         seen.append(spent)
-        rows.clear(), chunks.clear()
+        rows.clear()
     assert len(seen[0]) > 5 and seen[0] == seen[1] == seen[2]
 
 
