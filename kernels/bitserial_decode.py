@@ -30,7 +30,9 @@ from dpamoe.kernels.bitserial_product import (
 )
 from dpamoe.kernels.byte_product import add_numbers, numbers_of, spread, tied_rows, tied_scales_of_rows
 from dpamoe.kernels.triton_rank import is_held
-from dpamoe.kernels.triton_wait import wait_for_before
+from dpamoe.kernels.triton_wait import let_next_begin, wait_for_before
+
+_MOVE = gl.constexpr("mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -53,11 +55,13 @@ def up_kernel(
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
     C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
+    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, AHEAD: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
-    Rules as in `look`, k as in `keep_planes` where it is not given. Two of the K_MIN first planes do not wait for k.
+    Rules as in `look`, k as in `keep_planes` where it is not given. Two of the K_MIN first planes do not wait for k. AHEAD: the
+    next kernel begins when k of all pairs is written, not as soon as it can.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -66,7 +70,7 @@ def up_kernel(
     tile, pair = gl.program_id(0), gl.program_id(1)
     token, slot = (pair // A).to(gl.int64), pair % A
     bring_table(table, row, tile + pair == 0, E, RULE, NW)
-    wait_for_before(PDL)  # only now may the next begin: it reads ids and gates before its own wait
+    wait_for_before(PDL, not AHEAD)  # only now may the next begin: it reads ids and gates before its own wait
     expert = gl.load(ids + token * ids_token + slot * ids_slot)
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
@@ -81,6 +85,7 @@ def up_kernel(
     _ask_stages(buffers, planes, first_row, EARLY, k, CAP, IN, WIDTH, PIECES, MATRICES, NW)
     if RULE != "given":
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
+    let_next_begin(PDL and AHEAD)
     if k > 0:
         total = _up_rows(
             X, Y, buffers, planes, scales, offset, unit + expert, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
@@ -196,40 +201,74 @@ def down_kernel(
     hidden, ids, chunks, gates, planes, scales, offset, unit, bias, out,
     ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot,
     A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
-    K_MIN: gl.constexpr, FOUND: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr, NW: gl.constexpr,
-    TIED: gl.constexpr, PDL: gl.constexpr,
+    K_MIN: gl.constexpr, FOUND: gl.constexpr, AHEAD: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SPARE: gl.constexpr,
+    NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One token, 16 rows: out[token, row] = sum over slots of gate * (W_k hidden[pair] + bias).
 
     FOUND: whether the kernel before writes chunks. The K_MIN first planes do not wait for it, as far as they stand in shared
-    memory; all others do, which costs less, where K_MIN is 2, than to find k anew. SPARE: pieces of shared memory that only
-    keep another program off the multiprocessor.
+    memory; all others do, which costs less, where K_MIN is 2, than to find k anew. AHEAD: they do not, either, since chunks are
+    most likely written when this kernel begins; they are read again behind the wait, and all is done again should they differ.
+    SPARE: pieces of shared memory that only keep another program off the multiprocessor.
     """
     PIECES: gl.constexpr = (A * ((IN + 255) // 256) + NW - 1) // NW
-    EARLY: gl.constexpr = min(K_MIN, CAP)
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
-    routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
-    own_ids, own_gates = ids + token * ids_token, gates + token * gates_token
-    found = find_pieces(own_ids, own_gates, ids_slot, gates_slot, A, E, IN, PIECES, NW)
-    ask_pieces(buffers, planes, found, tile * 16, 0, EARLY, OUT, IN, PIECES, NW)
-    wait_for_before(PDL and FOUND)
-    slots = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW)
-    every = decide(slots, (), 0, True, "given", C, K_MIN, N, NW)
-    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
-    packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
-    found = give_planes(found, packed, PIECES)
-    ask_pieces(buffers, planes, found, tile * 16, EARLY, CAP, OUT, IN, PIECES, NW)
-    async_copy.commit_group()
-    _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
-    pieces = place_pieces(found, scales, offset, unit, token * (A * IN), tile * 16, OUT, IN, C, PIECES, NW, TIED)
-    wait_for_before(PDL and not FOUND)
-    whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
+    slots = chunks, (gates, ids, gates_token, gates_slot, ids_token, ids_slot), token, chunks_token, chunks_slot
+    weight = planes, scales, offset, unit
+    whole, packed, again = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW)), token, tile >= 0
+    while again:
+        # as it is: what depends on it would otherwise be found before the loop, and kept in registers
+        row = gl.inline_asm_elementwise(_MOVE, "=r,r", [tile * 16], gl.int32, False, 1)
+        whole, packed, again = _sum_of_slots(
+            hidden, slots, buffers, weight, row, A, N, E, OUT, IN, C, K_MIN, FOUND, AHEAD, CAP, PIECES, SPARE, NW, TIED, PDL
+        )  # fmt: skip
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
     if BIAS:
-        result += _biases(bias, own_ids, own_gates, packed, at, ids_slot, gates_slot, A, OUT)
+        result += _biases(bias, ids + token * ids_token, gates + token * gates_token, packed, at, ids_slot, gates_slot, A, OUT)
     gl.store(out + token * OUT + at, result.to(out.dtype.element_ty))
+
+
+@gluon.jit
+def _sum_of_slots(
+    hidden, slots, buffers, weight, row, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
+    C: gl.constexpr, K_MIN: gl.constexpr, FOUND: gl.constexpr, AHEAD: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr,
+    SPARE: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Sum over slots of gate * W_k hidden for 16 rows from `row` on, fp32 words; planes of all slots, in four bits each.
+
+    Then whether chunks changed meanwhile, so that both are of no use.
+    """
+    EARLY: gl.constexpr = min(K_MIN, CAP)
+    _, routed, token, _, _ = slots
+    gates, ids, gates_token, gates_slot, ids_token, ids_slot = routed
+    planes, scales, offset, unit = weight
+    found = find_pieces(ids + token * ids_token, gates + token * gates_token, ids_slot, gates_slot, A, E, IN, PIECES, NW)
+    ask_pieces(buffers, planes, found, row, 0, EARLY, OUT, IN, PIECES, NW)
+    wait_for_before(PDL and FOUND and not AHEAD)
+    every = _planes_of(slots, A, N, E, C, K_MIN, NW)
+    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
+    packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
+    found = give_planes(found, packed, PIECES)
+    ask_pieces(buffers, planes, found, row, EARLY, CAP, OUT, IN, PIECES, NW)
+    async_copy.commit_group()
+    _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
+    pieces = place_pieces(found, scales, offset, unit, token * (A * IN), row, OUT, IN, C, PIECES, NW, TIED)
+    wait_for_before(PDL and (AHEAD or not FOUND))
+    written = _planes_of(slots, A, N, E, C, K_MIN, NW) if AHEAD else every
+    whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
+    return whole, packed, gl.max((written != every).to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def _planes_of(
+    slots, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, NW: gl.constexpr
+):
+    """Planes of a token's slots by chunks, int32 [N]; from 0 to C, whatever stands there."""
+    chunks, routed, token, chunks_token, chunks_slot = slots
+    seen = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW)
+    return gl.minimum(gl.maximum(decide(seen, (), 0, True, "given", C, K_MIN, N, NW), 0), C)
 
 
 @gluon.jit

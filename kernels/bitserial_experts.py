@@ -24,8 +24,9 @@ from dpamoe.kernels.triton_sort import combine_kernel
 
 MOST_SLOTS = 16  # of a token, whose planes stand in one 64-bit number
 MOST_PIECES = 8  # of 256 inputs that a warp takes one after the other: the code is written out for each
-FEW = 32  # pairs up to which none is expected to share an expert
+FEW = 16  # pairs up to which none is expected to share an expert
 WARPS = 8
+UP_PROGRAMS = 3  # of the first product of few pairs, that share a multiprocessor
 REGISTERS = 1 << 16  # of a multiprocessor
 COLUMNS = 128  # of an output row that a program adds up
 CUT_PAIRS = 128  # up to which a tile of the second product cuts rows for itself: above, a launch costs less than its work
@@ -77,6 +78,11 @@ def spare_pieces(size: int, programs: int, device: torch.device) -> int:
     return max(0, (properties.shared_memory_per_multiprocessor // 2 - size) // (512 * WARPS) + 1)
 
 
+def at_once(programs: int, each: int, device: torch.device) -> bool:
+    """Whether all programs of a kernel run at once, `each` of them on a multiprocessor, where the next kernel begins early."""
+    return early(device)["PDL"] and programs <= each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def registers_of(warps: int, programs: int) -> int:
     """Registers that a thread may have, so that so many programs fit on a multiprocessor."""
     return REGISTERS // (32 * warps * programs) // 8 * 8
@@ -121,19 +127,22 @@ def _of_pairs(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tupl
     gated, slots = is_gated(activation), next_power_of_2(active)
     hidden = torch.empty(tokens * active, down.in_features, dtype=torch.float32, device=x.device)
     tables, strides, rule = rule_of(source, chunks)
-    held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), 3, x.device)
-    registers = None if up.unit is None else registers_of(WARPS, 3)  # free scales need fewer
+    held = planes_held(WARPS * pieces_of(up.in_features, WARPS) * (1 + gated), UP_PROGRAMS, x.device)
+    registers = None if up.unit is None else registers_of(WARPS, UP_PROGRAMS)  # free scales need fewer
+    programs = down.in_features // 16 * tokens * active
+    ahead = source is not None and at_once(programs, UP_PROGRAMS, x.device)
     up_kernel[(down.in_features // 16, tokens * active)](
         x, ids, chunks, *tables, *tensors_of(up, up_bias), hidden, x.stride(0), *strides_of(ids, chunks, tables[0]), *strides,
         **rule, **_sizes(up, up_bias), COUNT=counts(source), A=active, N=slots, E=up.offset.shape[0], GATED=gated,
-        ACT=activation, CAP=min(held, len(up.planes)), NW=WARPS, **_launch(x.device, WARPS, registers),
+        ACT=activation, CAP=min(held, len(up.planes)), AHEAD=ahead, NW=WARPS, **_launch(x.device, WARPS, registers),
     )  # fmt: skip
     pieces = WARPS * cdiv(active * pieces_of(down.in_features, 1), WARPS)
     held, programs = min(planes_held(pieces, 1, x.device), len(down.planes)), out.shape[1] // 16 * tokens
     down_kernel[(out.shape[1] // 16, tokens)](
         hidden, ids, chunks, gates, *tensors_of(down, down_bias), out, *strides_of(ids, chunks, gates),
-        **_sizes(down, down_bias), K_MIN=rule["K_MIN"], FOUND=source is not None, A=active, N=slots, E=up.offset.shape[0],
-        CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS, **_launch(x.device, WARPS),
+        **_sizes(down, down_bias), K_MIN=rule["K_MIN"], FOUND=source is not None, AHEAD=ahead, A=active, N=slots,
+        E=up.offset.shape[0], CAP=held, SPARE=spare_pieces(512 * held * pieces, programs, x.device), NW=WARPS,
+        **_launch(x.device, WARPS),
     )  # fmt: skip
 
 

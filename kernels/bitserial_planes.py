@@ -88,7 +88,9 @@ def look(
             slots = _slots(routed, token, slot, A, E)
         else:
             expert = gl.load(routed[1] + token * routed[4] + slot * routed[5], mask=slot < A, other=E)
-            slots = is_held(expert, E), gl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
+            given = chunks + token * chunks_token + slot * chunks_slot
+            given = gl.load(given, mask=slot < A, other=0, volatile=ALL)  # read anew where it is read twice
+            slots = is_held(expert, E), given
     return slots
 
 

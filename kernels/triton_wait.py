@@ -6,11 +6,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_before(PDL: tl.constexpr):
-    """Where a kernel may begin before the end of the one before: wait for that, and let the next one begin.
+def wait_for_before(PDL: tl.constexpr, NEXT: tl.constexpr = True):
+    """Where a kernel may begin before the end of the one before: wait for that, and (NEXT) let the next one begin.
 
     So whatever is older than the kernel before can be read without waiting; nothing may be written before.
     """
     if PDL:
         gdc_wait()
+    let_next_begin(PDL and NEXT)
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Let the next kernel begin once all programs have come here, or ended.
+
+    Before its own wait it most likely sees what was written here, but nothing says that it does.
+    """
+    if PDL:
         gdc_launch_dependents()

@@ -2,7 +2,7 @@
 
 CARD: compute capability times ten. SET: "decode", "some decode" (one of each kernel), "prefill", "around" (sorting,
 reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k hopper" (of which instructions are counted),
-"bits", "few bits" (those for one token), "tied" (as "bits", with tied scales) or "all".
+"bits", "few bits" (those for one token and for two), "tied" (as "bits", with tied scales) or "all".
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
 copies, how many of 32 bits before it has asked for ASKED of them, how many of 16 bits before the first, and how many it asks
@@ -355,11 +355,11 @@ def type_of(value):
 
 POINTED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
            torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
-NAMED = ("RULE", "K_MIN", "FOUND", "P", "OUT", "CUT", "KINDS")  # what tells launches of a kernel apart
+NAMED = ("RULE", "K_MIN", "FOUND", "AHEAD", "P", "OUT", "CUT", "KINDS")  # what tells launches of a kernel apart
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 5, 16, 24), tied=False):
+def bits(card, batches=(1, 2, 5, 16, 24), tied=False):
     """The bit-serial kernels as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}
@@ -418,7 +418,7 @@ PARTS = SETS | {
     "some decode": partial(decode, sources=("rank",), sums=("down few",)),
     "some hopper": partial(some_hopper, cases=((128, False), (32, False))),
     "one k hopper": partial(some_hopper, cases=((64, True), (256, True))),
-    "few bits": partial(bits, batches=(1,)),
+    "few bits": partial(bits, batches=(1, 2)),
 }
 
 if __name__ == "__main__":

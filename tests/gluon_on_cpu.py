@@ -151,7 +151,7 @@ class Launched:
         self.kernel[grid](*given, **options)
 
 
-def _load(at, mask=None, other=None, cache_modifier=""):
+def _load(at, mask=None, other=None, cache_modifier="", volatile=False):
     return tl.load(BOUNDS.check(at, mask), mask=mask_of(mask), other=other)
 
 
@@ -164,6 +164,8 @@ def _assembly(code, letters, arguments, dtype, is_pure, pack):
     """PTX on four registers of each lane at a time, in the layout that the tensors have; what a cache is told is left out."""
     if code.value.startswith("prefetch"):
         return BOUNDS.check(arguments[0], None)
+    if code.value.startswith("mov.b32 $0, $1;"):
+        return arguments[0]
     assert pack == 4
     arrays = np.broadcast_arrays(*(argument.handle.data for argument in arguments))
     rows, columns = shape = arrays[0].shape

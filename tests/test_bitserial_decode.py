@@ -103,21 +103,33 @@ def sources(convex_table, gates):
     }
 
 
-ASKED = [("given", 8), ("rank", 2), ("thresholds", 2), ("thresholds from none on", 0)]
+# rule, whether k is read before it is surely written, planes asked for at each wait of a program: again, where k was old
+ASKED = [
+    ("given", False, [8]),
+    ("rank", True, [8, 16]),
+    ("rank", False, [2]),
+    ("thresholds", False, [2]),
+    ("thresholds from none on", True, [8, 16]),
+    ("thresholds from none on", False, [0]),
+]
 
 
-@pytest.mark.parametrize("rule, asked", some_slow(ASKED, ASKED[:2]))
-def test_the_second_product_waits_for_what_the_first_writes(bits_on_cpu, block, convex_table, early, monkeypatch, rule, asked):
+@pytest.mark.parametrize("rule, ahead, asked", some_slow(ASKED, ASKED[:3]))
+def test_the_second_product_waits_for_what_the_first_writes(
+    bits_on_cpu, block, convex_table, early, monkeypatch, rule, ahead, asked
+):
     """On a card where it begins before the end of the first: hidden rows, and k that is found there, are there where it waits.
 
-    Of planes it asks before for all that are given, or for the fewest.
+    Of planes it asks before for all that are given, or for the fewest; or for those of a k that may be old, and is found out.
     """
+    from . import gluon_on_cpu
+
     layer, x, ids = block(hidden=128, activation="relu"), rows(2, 128), torch.tensor([[0, 3, 2], [1, 1, -1]])
-    gates = torch.rand(2, 3)
+    gates, chunks = torch.rand(2, 3), torch.tensor([[2, 0, 5], [3, 4, 0]], dtype=torch.int32)
     source = sources(convex_table, gates)[rule]
-    chunks = torch.tensor([[2, 0, 5], [3, 4, 0]], dtype=torch.int32)
     expected = bits_on_cpu.ffn(x, ids, gates, chunks, *layer, source)
-    down, found, waits = bits_on_cpu.down_kernel, chunks.clone(), []
+    down, found, waits, copies = bits_on_cpu.down_kernel, chunks.clone(), [], gluon_on_cpu.COPIES
+    begin, old = copies.begin, torch.tensor([[1000, -3, 0], [0, 8, 1]], dtype=torch.int32)
 
     class Late:
         def __getitem__(self, grid):
@@ -126,21 +138,23 @@ def test_the_second_product_waits_for_what_the_first_writes(bits_on_cpu, block, 
         def launch(self, grid, written, given, options):
             there = [tensor.clone() for tensor in written]
 
+            def program_begins():
+                written[0].fill_(float("nan"))
+                if source is not None:
+                    written[1].copy_(old)
+                begin()
+
             def wait():
-                copies = gluon_on_cpu.COPIES
                 waits.append(sum(map(len, [*copies.groups, copies.asked])))
                 for tensor, value in zip(written, there, strict=True):
                     tensor.copy_(value)
 
-            written[0].fill_(float("nan"))
-            if source is not None:
-                written[1].fill_(0)
             early(wait)
+            monkeypatch.setattr(copies, "begin", program_begins)
             down[grid](written[0], given[0], written[1], *given[1:], **options)
 
-    from . import gluon_on_cpu
-
     early(lambda: None)
+    monkeypatch.setattr(bits_on_cpu, "at_once", lambda *given: ahead)
     monkeypatch.setattr(bits_on_cpu, "down_kernel", Late())
     assert torch.equal(bits_on_cpu.ffn(x, ids, gates, found, *layer, source), expected) and torch.equal(found, chunks)
-    assert waits == [asked] * 8  # four tiles of each of two tokens
+    assert waits == asked * 8  # four tiles of each of two tokens

@@ -4,7 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -297,15 +300,59 @@ def test_a_row_alone_and_in_a_batch(qwen, convex_table):
     for first in (0, 16):
         some, own = call(slice(first, first + 16))
         assert torch.equal(own, planes[first : first + 16]) and torch.equal(some, many[first : first + 16])
-        few, own = call(slice(first, first + 4))
-        assert torch.equal(own, planes[first : first + 4])
-        torch.testing.assert_close(few, many[first : first + 4], rtol=2e-2, atol=2e-2 * float(many.abs().max()))  # bf16
-        for row in range(first, first + 4):
+        few, own = call(slice(first, first + 2))
+        assert torch.equal(own, planes[first : first + 2])
+        torch.testing.assert_close(few, many[first : first + 2], rtol=2e-2, atol=2e-2 * float(many.abs().max()))  # bf16
+        for row in range(first, first + 2):
             alone, own = call(slice(row, row + 1))
             assert torch.equal(own[0], planes[row]) and torch.equal(alone[0], few[row - first])
 
 
-@pytest.mark.parametrize("tokens", [2, 16])
+@triton.jit
+def _write_late(hidden, rows, chunks, planes, one, ROWS: tl.constexpr, PLANES: tl.constexpr, TURNS: tl.constexpr):
+    """Let the next kernel begin; much later write what it waits for."""
+    gdc_launch_dependents()
+    turn = 0
+    while turn < TURNS:
+        turn += tl.load(one, volatile=True)
+    for first in range(0, ROWS, 128):
+        at = first + tl.arange(0, 128)
+        tl.store(hidden + at, tl.load(rows + at, mask=at < ROWS), mask=at < ROWS)
+    slot = tl.arange(0, 16)
+    tl.store(chunks + slot, tl.load(planes + slot, mask=slot < PLANES), mask=slot < PLANES)
+
+
+@pytest.mark.skipif(not (HERE and paths.early(DEVICE)["PDL"]), reason="no kernel begins before the end of the one before")
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_planes_that_are_written_after_the_second_product_began(qwen, convex_table, monkeypatch, tokens):
+    """Where the second product reads k of old, it finds out: one token; two, which it waits for."""
+    table, budget = convex_table(qwen.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
+    x, ids, gates, _ = routing(qwen, tokens)
+    ids.remainder_(qwen.experts)
+    call = (x, ids, gates, table, budget, torch.tensor(8, dtype=torch.int32, device=DEVICE), *qwen.call(), 2, True)
+    expected, planes = OPS.routed_ffn(*call)
+    up, one, launched = bitserial_experts.up_kernel, torch.ones((), dtype=torch.int32, device=DEVICE), []
+
+    class Late:
+        def __getitem__(self, grid):
+            return lambda *given, **options: self.launch(grid, given, options)
+
+        def launch(self, grid, given, options):
+            up[grid](*given, **options)
+            launched.append(options["AHEAD"])
+            hidden, chunks = (given[up.arg_names.index(name)] for name in ("hidden", "chunks"))
+            rows, written = hidden.clone(), chunks.clone()
+            hidden.fill_(float("nan"))
+            chunks.copy_(torch.arange(-4, 28, 2, device=DEVICE)[: chunks.numel()].view_as(chunks))
+            torch.cuda.synchronize()
+            _write_late[(1,)](hidden, rows, chunks, written, one, ROWS=rows.numel(), PLANES=written.numel(), TURNS=1000)
+
+    monkeypatch.setattr(bitserial_experts, "up_kernel", Late())
+    found, own = OPS.routed_ffn(*call)
+    assert torch.equal(own, planes) and torch.equal(found, expected) and launched == [tokens == 1]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
 def test_a_captured_graph_follows_routing_and_budget(qwen, convex_table, tokens):
     table = convex_table(qwen.experts).to(DEVICE)
     budget, k_max = torch.tensor(4.0, device=DEVICE), torch.tensor(8, dtype=torch.int32, device=DEVICE)
