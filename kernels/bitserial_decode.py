@@ -54,14 +54,13 @@ def up_kernel(
     x, ids, chunks, gates, table, budget, k_max, spent, planes, scales, offset, unit, bias, hidden,
     x_token, ids_token, ids_slot, chunks_token, chunks_slot, gates_token, gates_slot, row, column, budget_token,
     RULE: gl.constexpr, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, OUT: gl.constexpr, IN: gl.constexpr,
-    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    BIAS: gl.constexpr, COUNT: gl.constexpr, CAP: gl.constexpr, AHEAD: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
-    PDL: gl.constexpr,
+    C: gl.constexpr, K_MIN: gl.constexpr, COLUMNS: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    COUNT: gl.constexpr, CAP: gl.constexpr, AHEAD: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
     Rules as in `look`, k as in `keep_planes` where it is not given. Two of the K_MIN first planes do not wait for k. AHEAD: the
-    next kernel begins when k of all pairs is written, not as soon as it can.
+    next kernel waits until k of all pairs was written.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -75,10 +74,10 @@ def up_kernel(
     first_row = gl.where(is_held(expert, E), expert, 0).to(gl.int64) * OUT + tile * 16
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
     routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
-    rule = (table, budget, k_max, row, column, budget_token)
     slots = look(chunks, routed, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
     lower, upper = _inputs(x + token * x_token, IN, NW, PIECES, TIED)
     ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
+    rule, weight = (table, budget, k_max, row, column, budget_token), (planes, scales, offset, unit + expert)
     told = fetch(slots, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
     X, Y = _cut(lower, PIECES, TIED), _cut(upper, PIECES, TIED)
     k = decide(slots, told, slot, False, RULE, C, K_MIN, N, NW)
@@ -87,20 +86,19 @@ def up_kernel(
         keep_planes(chunks + token * chunks_token + slot * chunks_slot, spent, k, tile == 0, COUNT)
     let_next_begin(PDL and AHEAD)
     if k > 0:
-        total = _up_rows(
-            X, Y, buffers, planes, scales, offset, unit + expert, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
-        )  # fmt: skip
-        result = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
-        result = activated(result, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
+        total = _up_rows(X, Y, buffers, weight, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED)
+        total = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
+        result = activated(total, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
         gl.store(hidden + pair.to(gl.int64) * WIDTH + tile * 16 + gl.arange(0, 16, result.type.layout), result)
 
 
 @gluon.jit
 def _up_rows(
-    X, Y, buffers, planes, scales, offset, unit, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
-    WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
+    X, Y, buffers, weight, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr, WIDTH: gl.constexpr,
+    PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """W_k x of 16 rows, and of those WIDTH further on: rows in registers 0 and 1, and in 2 and 3."""
+    planes, scales, offset, unit = weight
     if TIED:
         total = _up_rows_tied(
             X, Y, buffers, planes, scales[0], offset, row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED
@@ -215,13 +213,18 @@ def down_kernel(
     tile, token = gl.program_id(0), gl.program_id(1).to(gl.int64)
     buffers = buffers_for(CAP * PIECES + SPARE, NW, 1, 2, 4)
     slots = chunks, (gates, ids, gates_token, gates_slot, ids_token, ids_slot), token, chunks_token, chunks_slot
-    weight = planes, scales, offset, unit
-    whole, packed, again = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW)), token, tile >= 0
-    while again:
-        # as it is: what depends on it would otherwise be found before the loop, and kept in registers
-        row = gl.inline_asm_elementwise(_MOVE, "=r,r", [tile * 16], gl.int32, False, 1)
-        whole, packed, again = _sum_of_slots(
-            hidden, slots, buffers, weight, row, A, N, E, OUT, IN, C, K_MIN, FOUND, AHEAD, CAP, PIECES, SPARE, NW, TIED, PDL
+    weight, row = (planes, scales, offset, unit), tile * 16
+    if AHEAD:
+        whole, packed, again = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW)), token, tile >= 0
+        while again:
+            # the same number: what depends on it would otherwise be found before the loop, and kept in registers
+            row = gl.inline_asm_elementwise(_MOVE, "=r,r", [tile * 16], gl.int32, False, 1)
+            whole, packed, again = _sum_of_slots(
+                hidden, slots, buffers, weight, row, A, N, E, OUT, IN, C, K_MIN, FOUND, True, CAP, PIECES, SPARE, NW, TIED, PDL
+            )  # fmt: skip
+    else:
+        whole, packed, _ = _sum_of_slots(
+            hidden, slots, buffers, weight, row, A, N, E, OUT, IN, C, K_MIN, FOUND, False, CAP, PIECES, SPARE, NW, TIED, PDL
         )  # fmt: skip
     result = gl.sum(summed(whole, room_for_sums(1, NW), 1, NW), 1)
     at = tile * 16 + gl.arange(0, 16, result.type.layout)
@@ -247,7 +250,7 @@ def _sum_of_slots(
     found = find_pieces(ids + token * ids_token, gates + token * gates_token, ids_slot, gates_slot, A, E, IN, PIECES, NW)
     ask_pieces(buffers, planes, found, row, 0, EARLY, OUT, IN, PIECES, NW)
     wait_for_before(PDL and FOUND and not AHEAD)
-    every = _planes_of(slots, A, N, E, C, K_MIN, NW)
+    every = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW)
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
     packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
     found = give_planes(found, packed, PIECES)
@@ -256,19 +259,21 @@ def _sum_of_slots(
     _hold_spare(buffers, most > C, CAP * PIECES, SPARE, NW)
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), row, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL and (AHEAD or not FOUND))
-    written = _planes_of(slots, A, N, E, C, K_MIN, NW) if AHEAD else every
+    written = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW) if AHEAD else every
     whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
     return whole, packed, gl.max((written != every).to(gl.int32), 0) > 0
 
 
 @gluon.jit
 def _planes_of(
-    slots, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, NW: gl.constexpr
-):
-    """Planes of a token's slots by chunks, int32 [N]; from 0 to C, whatever stands there."""
+    slots, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, AHEAD: gl.constexpr,
+    NW: gl.constexpr,
+):  # fmt: skip
+    """Planes of a token's slots by chunks, int32 [N]; AHEAD: from 0 to C, whatever stands there, read anew each time."""
     chunks, routed, token, chunks_token, chunks_slot = slots
-    seen = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW)
-    return gl.minimum(gl.maximum(decide(seen, (), 0, True, "given", C, K_MIN, N, NW), 0), C)
+    seen = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW, AHEAD)
+    k = decide(seen, (), 0, True, "given", C, K_MIN, N, NW)
+    return gl.minimum(gl.maximum(k, 0), C) if AHEAD else k
 
 
 @gluon.jit

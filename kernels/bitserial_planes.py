@@ -72,12 +72,13 @@ def _steps(first, ALL: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, N: gl
 def look(
     chunks, routed, token, first, chunks_token, chunks_slot,
     ALL: gl.constexpr, RULE: gl.constexpr, A: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr,
-    N: gl.constexpr, NW: gl.constexpr,
+    N: gl.constexpr, NW: gl.constexpr, AGAIN: gl.constexpr = False,
 ):  # fmt: skip
     """What a rule sees of a token's slots, for `fetch` and `decide`.
 
     ALL: of N of them, A as a power of two, 16 at most, from `first` on, which is 0; else of one, `first`, in scalars.
-    routed: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k; "threshold", "rank": experts and gates.
+    routed: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k, read anew each time if AGAIN; "threshold",
+    "rank": experts and gates.
     """
     if RULE == "rank":
         slot, _, own_slot, _ = _steps(first, ALL, C, K_MIN, N, NW)
@@ -89,8 +90,7 @@ def look(
         else:
             expert = gl.load(routed[1] + token * routed[4] + slot * routed[5], mask=slot < A, other=E)
             given = chunks + token * chunks_token + slot * chunks_slot
-            given = gl.load(given, mask=slot < A, other=0, volatile=ALL)  # read anew where it is read twice
-            slots = is_held(expert, E), given
+            slots = is_held(expert, E), gl.load(given, mask=slot < A, other=0, volatile=AGAIN)
     return slots
 
 

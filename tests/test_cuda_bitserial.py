@@ -345,7 +345,7 @@ def test_planes_that_are_written_after_the_second_product_began(qwen, convex_tab
             hidden.fill_(float("nan"))
             chunks.copy_(torch.arange(-4, 28, 2, device=DEVICE)[: chunks.numel()].view_as(chunks))
             torch.cuda.synchronize()
-            _write_late[(1,)](hidden, rows, chunks, written, one, ROWS=rows.numel(), PLANES=written.numel(), TURNS=1000)
+            _write_late[(1,)](hidden, rows, chunks, written, one, ROWS=rows.numel(), PLANES=written.numel(), TURNS=20000)
 
     monkeypatch.setattr(bitserial_experts, "up_kernel", Late())
     found, own = OPS.routed_ffn(*call)
