@@ -359,7 +359,7 @@ NAMED = ("RULE", "K_MIN", "FOUND", "AHEAD", "P", "OUT", "CUT", "KINDS")  # what 
 SHARED = {80: 164, 86: 100, 87: 164, 89: 100, 90: 228}  # KiB of a multiprocessor; a program takes one less
 
 
-def bits(card, batches=(1, 2, 5, 16, 24), tied=False):
+def bits(card, batches=(1, 2, 5, 24), tied=False):
     """The bit-serial kernels as they are launched for so many tokens, on the cards that have such products."""
     if (card // 10, card % 10) not in paths.BIT_CARDS:
         return {}
