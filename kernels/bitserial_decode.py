@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, place_pieces
-from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, keep_planes, look
+from dpamoe.kernels.bitserial_planes import agreed, bring_table, decide, fetch, keep_planes, look
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
@@ -251,6 +251,8 @@ def _sum_of_slots(
     ask_pieces(buffers, planes, found, row, 0, EARLY, OUT, IN, PIECES, NW)
     wait_for_before(PDL and FOUND and not AHEAD)
     every = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW)
+    if AHEAD:
+        every = agreed(every)  # all warps begin anew, or none: they wait for each other
     fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
     packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
     found = give_planes(found, packed, PIECES)

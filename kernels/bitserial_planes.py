@@ -175,3 +175,11 @@ def keep_planes(at, spent, k, mask, COUNT: gl.constexpr):
     gl.store(at, k, mask=mask)
     if COUNT:
         gl.atomic_add(spent + k, 1, mask=mask, sem="relaxed")
+
+
+@gluon.jit
+def agreed(k):
+    """Numbers [N] that every warp has, of which each may have read others: those of any, the same in all, by shared memory."""
+    room = gl.allocate_shared_memory(gl.int32, k.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    room.store(k)
+    return room.load(k.type.layout)

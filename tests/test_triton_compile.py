@@ -70,6 +70,8 @@ def assert_asked_early(found, card):
     behind = {"K_MIN=0 FOUND=False AHEAD=False": 24, "K_MIN=2 FOUND=True AHEAD=False": 6, "K_MIN=0 FOUND=True AHEAD=False": 0}
     ahead = {"K_MIN=2 FOUND=True AHEAD=True": 24, "K_MIN=0 FOUND=True AHEAD=True": 24} if card >= 90 else {}
     assert second.keys() == {f"{rule} OUT=2048" for rule in behind | ahead}
+    agreed = {name: facts["agreed"] for name, facts in found.items() if facts["agreed"]}
+    assert agreed == {f"bits down_kernel {rule} OUT=2048": 1 for rule in ahead}, "warps that read k early may have read others"
     if card >= 90:
         assert {rule: second[f"{rule} OUT=2048"][0] for rule in behind | ahead} == behind | ahead
         assert second["K_MIN=2 FOUND=True AHEAD=False OUT=2048"][1] == 0, second
