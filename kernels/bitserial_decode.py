@@ -60,7 +60,7 @@ def up_kernel(
     """One pair, 16 rows of its expert (GATED: of both halves): hidden[pair, row] = act(W_k x + bias).
 
     Rules as in `look`, k as in `keep_planes` where it is not given. Two of the K_MIN first planes do not wait for k. AHEAD: the
-    next kernel waits until k of all pairs was written.
+    next kernel begins only when k of all pairs most likely was written.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1

@@ -18,7 +18,7 @@ def wait_for_before(PDL: tl.constexpr, NEXT: tl.constexpr = True):
 
 @triton.jit
 def let_next_begin(PDL: tl.constexpr):
-    """Let the next kernel begin once all programs have come here, or ended.
+    """Let the next kernel begin once every program has come here, of which one warp may do, or ended.
 
     Before its own wait it most likely sees what was written here, but nothing says that it does.
     """

@@ -6,8 +6,9 @@ reordering), "allocate", "encode", "route", "hopper", "some hopper" and "one k h
 Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memory, bytes of stack, which hold nothing but
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
 copies, how many of 32 bits before it has asked for ASKED of them, how many of 16 bits before the first, how many it asks
-for before it waits for the kernel before, and how often its warps agree on numbers; "hopper": also the most shared memory
-that its cut was chosen for, its products and waits for them, and `faults_of` its code.
+for before it waits for the kernel before, and how often its warps agree on numbers, what they load anew before that wait
+and behind; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and
+`faults_of` its code.
 """
 
 import json
@@ -88,6 +89,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts["halves"] = len(re.findall(r"\bLDG\.E\.U16\b", re.split(r"\bLDGSTS\.", listing)[0]))
     facts["unwaited"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bACQBULK\b", listing)[0]))
     facts["agreed"] = len(re.findall(r"ttg\.local_store %\w+, %\w+ : tensor<\d+xi32,", made.asm["ttgir"]))
+    facts["anew"] = [len(re.findall(r"\bLDG\S*\.STRONG\.SYS\b", part)) for part in re.split(r"\bACQBULK\b", listing)]
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
         facts["faults"] = faults_of(made.asm["ttgir"], listing)

@@ -164,6 +164,13 @@ def test_only_hopper_launches_early(card):
         assert (options["num_warps"], options["maxnreg"]) == (8, 80)
 
 
+def test_programs_run_at_once_where_the_next_kernel_begins_early_and_there_is_room(card):
+    for capability in SHARED:
+        card(capability)
+        early = capability == (9, 0)
+        assert [bits.at_once(programs, 3, CUDA) for programs in (1, 3 * 132, 3 * 132 + 1)] == [early, early, False]
+
+
 def test_nothing_is_launched_early_without_cuda(card, monkeypatch):
     """Cards of others call themselves 9.4; what waits is PTX."""
     card((9, 0))

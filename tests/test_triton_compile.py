@@ -72,6 +72,10 @@ def assert_asked_early(found, card):
     assert second.keys() == {f"{rule} OUT=2048" for rule in behind | ahead}
     agreed = {name: facts["agreed"] for name, facts in found.items() if facts["agreed"]}
     assert agreed == {f"bits down_kernel {rule} OUT=2048": 1 for rule in ahead}, "warps that read k early may have read others"
+    anew = {name: facts["anew"] for name, facts in found.items() if any(facts["anew"])}
+    assert anew == {f"bits down_kernel {rule} OUT=2048": [1, 1] for rule in ahead}, (
+        "k is read before the wait and again behind it"
+    )
     if card >= 90:
         assert {rule: second[f"{rule} OUT=2048"][0] for rule in behind | ahead} == behind | ahead
         assert second["K_MIN=2 FOUND=True AHEAD=False OUT=2048"][1] == 0, second
