@@ -12,11 +12,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 pytest.importorskip("triton.experimental.gluon")
 
 from dpamoe.kernels import allocation, bitserial_experts, layout, ops, paths, reference, triton_experts
+from dpamoe.kernels.bitserial_decode import up_kernel
 from dpamoe.kernels.layout import EncodedWeight
 
 DEVICE = torch.device("cuda", 0)
 HERE = torch.cuda.is_available() and paths.has_bits(DEVICE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA device that multiplies single bits")]
+
+early = pytest.mark.skipif(
+    not (HERE and paths.early(DEVICE)["PDL"]), reason="no kernel begins before the end of the one before"
+)
 
 OPS = torch.ops.dpamoe
 GROUP = 128
@@ -308,6 +313,21 @@ def test_a_row_alone_and_in_a_batch(qwen, convex_table):
             assert torch.equal(own[0], planes[row]) and torch.equal(alone[0], few[row - first])
 
 
+class Late:
+    """The first product, after which another kernel lets the second begin, and then writes anew what was written."""
+
+    def __init__(self, write):
+        self.write, self.launched = write, []
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.launch(grid, given, options)
+
+    def launch(self, grid, given, options):
+        up_kernel[grid](*given, **options)
+        self.launched.append(options["AHEAD"])
+        self.write(*(given[up_kernel.arg_names.index(name)] for name in ("hidden", "chunks")))
+
+
 @triton.jit
 def _write_late(hidden, rows, chunks, planes, one, ROWS: tl.constexpr, PLANES: tl.constexpr, TURNS: tl.constexpr):
     """Let the next kernel begin; much later write what it waits for."""
@@ -322,7 +342,7 @@ def _write_late(hidden, rows, chunks, planes, one, ROWS: tl.constexpr, PLANES: t
     tl.store(chunks + slot, tl.load(planes + slot, mask=slot < PLANES), mask=slot < PLANES)
 
 
-@pytest.mark.skipif(not (HERE and paths.early(DEVICE)["PDL"]), reason="no kernel begins before the end of the one before")
+@early
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_planes_that_are_written_after_the_second_product_began(qwen, convex_table, monkeypatch, tokens):
     """Where the second product reads k of old, it finds out: one token; two, which it waits for."""
@@ -331,25 +351,49 @@ def test_planes_that_are_written_after_the_second_product_began(qwen, convex_tab
     ids.remainder_(qwen.experts)
     call = (x, ids, gates, table, budget, torch.tensor(8, dtype=torch.int32, device=DEVICE), *qwen.call(), 2, True)
     expected, planes = OPS.routed_ffn(*call)
-    up, one, launched = bitserial_experts.up_kernel, torch.ones((), dtype=torch.int32, device=DEVICE), []
+    one = torch.ones((), dtype=torch.int32, device=DEVICE)
 
-    class Late:
-        def __getitem__(self, grid):
-            return lambda *given, **options: self.launch(grid, given, options)
+    def write(hidden, chunks):
+        rows, written = hidden.clone(), chunks.clone()
+        hidden.fill_(float("nan"))
+        chunks.copy_(torch.arange(-4, 28, 2, device=DEVICE)[: chunks.numel()].view_as(chunks))
+        torch.cuda.synchronize()
+        _write_late[(1,)](hidden, rows, chunks, written, one, ROWS=rows.numel(), PLANES=written.numel(), TURNS=20000)
 
-        def launch(self, grid, given, options):
-            up[grid](*given, **options)
-            launched.append(options["AHEAD"])
-            hidden, chunks = (given[up.arg_names.index(name)] for name in ("hidden", "chunks"))
-            rows, written = hidden.clone(), chunks.clone()
-            hidden.fill_(float("nan"))
-            chunks.copy_(torch.arange(-4, 28, 2, device=DEVICE)[: chunks.numel()].view_as(chunks))
-            torch.cuda.synchronize()
-            _write_late[(1,)](hidden, rows, chunks, written, one, ROWS=rows.numel(), PLANES=written.numel(), TURNS=20000)
-
-    monkeypatch.setattr(bitserial_experts, "up_kernel", Late())
+    late = Late(write)
+    monkeypatch.setattr(bitserial_experts, "up_kernel", late)
     found, own = OPS.routed_ffn(*call)
-    assert torch.equal(own, planes) and torch.equal(found, expected) and launched == [tokens == 1]
+    assert torch.equal(own, planes) and torch.equal(found, expected) and late.launched == [tokens == 1]
+
+
+@triton.jit
+def _write_often(chunks, planes, one, PLANES: tl.constexpr, TURNS: tl.constexpr):
+    """Let the next kernel begin, and while its warps read planes write others and these again and again."""
+    gdc_launch_dependents()
+    slot = tl.arange(0, 16)
+    mask = slot < PLANES
+    own = tl.load(planes + slot, mask=mask)
+    turn = 0
+    while turn < TURNS:
+        turn += tl.load(one, volatile=True)
+        tl.store(chunks + slot, own ^ 1 ^ turn % 2, mask=mask)
+    tl.store(chunks + slot, own, mask=mask)
+
+
+@early
+def test_planes_that_are_written_while_warps_read_them(qwen, convex_table, monkeypatch):
+    """Some warps read them before, others after: all begin anew, or none, a thousand times."""
+    table, budget = convex_table(qwen.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
+    x, ids, gates, _ = routing(qwen, 1)
+    call = (x, ids, gates, table, budget, torch.tensor(8, dtype=torch.int32, device=DEVICE), *qwen.call(), 2, True)
+    expected, planes = OPS.routed_ffn(*call)
+    one = torch.ones((), dtype=torch.int32, device=DEVICE)
+    late = Late(lambda hidden, chunks: _write_often[(1,)](chunks, planes, one, PLANES=planes.numel(), TURNS=1000))
+    monkeypatch.setattr(bitserial_experts, "up_kernel", late)
+    results = [OPS.routed_ffn(*call) for _ in range(1000)]
+    assert all(late.launched) and all(torch.equal(own, planes) for _, own in results)
+    wrong = sum(not torch.equal(found, expected) for found, _ in results)
+    assert not wrong, f"{wrong} of {len(results)} results differ"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16])
