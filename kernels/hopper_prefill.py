@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
 from dpamoe.kernels.hopper_one_k import multiply_one_k
 from dpamoe.kernels.hopper_tiles import (
+    columns_of,
     item_of,
     items_of,
     most_of,
@@ -108,6 +109,16 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: g
 
 
 @gluon.jit
+def _begun(entry, factor, order, cut: gl.constexpr):
+    """Sums of all slices of a tile, none yet, and their `columns_of`."""
+    accs, columns = (), ()
+    for j in gl.static_range(cut.P):
+        accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
+        columns = columns + (columns_of(entry + (2 + 3 * j), factor, order, width_of(cut, j), cut),)
+    return accs, columns
+
+
+@gluon.jit
 def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     """A warp group that computes 64 rows of each tile."""
     factor, order, tiles, peaks, unit, bias, out, still, memory = given
@@ -120,9 +131,7 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     entry, expert, tile = tile_of(item_of(0), end, blocks, tiles, peaks, unit, cut)
     for taken in range(items_of(end)):
         next_entry, next_expert, next_tile = tile_of(item_of(taken + 1), end, blocks, tiles, peaks, unit, cut)
-        accs = ()
-        for j in gl.static_range(cut.P):
-            accs = accs + (gl.zeros((64, width_of(cut, j)), gl.float32, product_layout(width_of(cut, j))),)
+        accs, columns = _begun(entry, factor, order, cut)
         for b in range(0, cut.IN // 128, B):
             stage, w = turn % 2, b % W
             mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
@@ -146,7 +155,7 @@ def _compute(given, own: gl.constexpr, cut: gl.constexpr):
         row_block = item_of(taken) % blocks * cut.NC + own
         for j in gl.static_range(cut.P):
             if (tile[2] >> 4 * j) & 15 > 0:
-                store(accs[j], 1.0 / tile[1], factor, order, bias, out, row_block, expert, entry + (2 + 3 * j), cut)
+                store(accs[j], 1.0 / tile[1], columns[j], bias, out, row_block, expert, cut)
         entry, expert, tile = next_entry, next_expert, next_tile
 
 

@@ -171,10 +171,17 @@ def used_of(levels, P: gl.constexpr):
 
 
 @gluon.jit
-def _columns(entry, S: gl.constexpr, layout: gl.constexpr):
-    """Place in the sorted order of each column of a slice, and whether there is a pair; both [S]."""
-    n = gl.load(entry) + gl.arange(0, S, layout)
-    return n, n < gl.load(entry + 1)
+def columns_of(entry, factor, order, S: gl.constexpr, cut: gl.constexpr):
+    """What the pairs of a slice are multiplied by and which row of `out` is theirs, -1 where there is none; both [S].
+
+    Asked for before the slice is computed: from its end on, the others of a program would soon wait for this warp group.
+    """
+    at = gl.load(entry) + gl.arange(0, S, gl.BlockedLayout([1], [32], [4], [0]))
+    live = at < gl.load(entry + 1)
+    target = gl.where(live, at, -1)
+    if cut.TARGET:
+        target = gl.load(order + at, mask=live, other=-1)
+    return gl.load(factor + at, mask=live, other=0.0), target
 
 
 @gluon.jit
@@ -201,22 +208,17 @@ def _activated(result, bias, block, expert, cut: gl.constexpr):
 
 
 @gluon.jit
-def store(acc, back, factor, order, bias, out, block, expert, entry, cut: gl.constexpr):
-    """The rows of `out` for one slice, from fp32 [64, S] and what it is still to be multiplied by."""
-    S: gl.constexpr = acc.shape[1]
-    n, live = _columns(entry, S, gl.SliceLayout(0, acc.type.layout))
-    result = acc * (back * gl.load(factor + n, mask=live, other=0.0))[None, :]
-    result = _activated(result, bias, block, expert, cut)
+def store(acc, back, columns, bias, out, block, expert, cut: gl.constexpr):
+    """The rows of `out` for one slice, from fp32 [64, S] and what it is still to be multiplied by; columns as `columns_of`."""
+    factor, target = columns
+    own = gl.convert_layout(factor, gl.SliceLayout(0, acc.type.layout))
+    result = _activated(acc * (back * own)[None, :], bias, block, expert, cut)
     R: gl.constexpr = 32 if cut.GATED else 64
     width: gl.constexpr = cut.OUT // 2 if cut.GATED else cut.OUT
     whole = result.to(out.dtype.element_ty)
     if whole.dtype.primitive_bitwidth == 16:  # numbers twice as wide fill whole sectors as they are
         whole = gl.convert_layout(whole, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
-    layout: gl.constexpr = whole.type.layout
-    n, live = _columns(entry, S, gl.SliceLayout(0, layout))
-    target = n
-    if cut.TARGET:
-        target = gl.load(order + n, mask=live, other=0)
-    row = block * R + gl.arange(0, R, gl.SliceLayout(1, layout))
+    target = gl.convert_layout(target, gl.SliceLayout(0, whole.type.layout))
+    row = block * R + gl.arange(0, R, gl.SliceLayout(1, whole.type.layout))
     at = target[None, :].to(gl.int64) * width + row[:, None]
-    gl.store(out + at, whole, mask=live[None, :] & (row < width)[:, None])
+    gl.store(out + at, whole, mask=(target >= 0)[None, :] & (row < width)[:, None])

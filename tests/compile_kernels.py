@@ -7,8 +7,8 @@ Shapes are those of a Qwen3-30B-A3B layer. For each kernel: bytes of shared memo
 spilled registers, registers, how many 1-bit and 8-bit products its code has, how many loads stand before it first waits for
 copies, how many of 32 bits before it has asked for ASKED of them, how many of 16 bits before the first, how many it asks
 for before it waits for the kernel before, and how often its warps agree on numbers, what they load anew before that wait
-and behind; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, and
-`faults_of` its code.
+and behind; "hopper": also the most shared memory that its cut was chosen for, its products and waits for them, how many
+loads stand between products and the stores of their results, and `faults_of` its code.
 """
 
 import json
@@ -92,8 +92,15 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts["anew"] = [len(re.findall(r"\bLDG\S*\.STRONG\.SYS\b", part)) for part in re.split(r"\bACQBULK\b", listing)]
     if counted is not None:
         facts |= {name: len(re.findall(rf"\s{name}[.\s]", listing)) for name in counted}
+        facts["late"] = sum(map(loads_before_stores, re.split(r"\bHGMMA\b", listing)))
         facts["faults"] = faults_of(made.asm["ttgir"], listing)
     return facts
+
+
+def loads_before_stores(code):
+    """Loads before the first store of a piece of SASS, none where it has no store."""
+    before, *behind = re.split(r"\bSTG\.", code)
+    return len(re.findall(r"\bLDG\.", before)) if behind else 0
 
 
 def decode(card, sources=("given", "rank", "threshold"), sums=("down", "down few")):
@@ -147,6 +154,7 @@ def sort(card, experts, early):
     keys = {"A": ACTIVE, "E": experts, "KEYS": 8 * experts, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     options = triton_experts.sort_options(8 * experts)
+    summed = triton_experts.SUMMED_BLOCKS if 8 * experts <= triton_experts.SUMMED_KEYS else 0
     tiles = {
         "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "ONE": False},
         "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "ONE": False},
@@ -154,8 +162,11 @@ def sort(card, experts, early):
         "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 16, 16, 16, 16), "ONE": False},
     }
     return {
-        f"{name} {experts}": compile_for(card, triton_sort.sort_kernel, keys | scales | cut | early, **options)
+        f"{name} {experts} {sums}": compile_for(
+            card, triton_sort.sort_kernel, keys | scales | cut | early | {"SUM": sums}, **options
+        )
         for name, cut in tiles.items()
+        for sums in {0, summed}
         if card == 90 or not cut["WIDTHS"]  # slices are Hopper's
     }
 
@@ -165,7 +176,7 @@ def around(card):
     early = {"PDL": card >= 90}
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     return {
-        "count": compile_for(card, triton_sort.count_kernel, keys),
+        "count": compile_for(card, triton_sort.count_kernel, keys | early),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
         **{name: facts for experts in (EXPERTS, 4 * EXPERTS) for name, facts in sort(card, experts, early).items()},
         "prepare": compile_for(

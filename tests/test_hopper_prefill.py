@@ -40,6 +40,7 @@ def test_products_and_copies(pairs, one_k):
     assert facts["cut"]["whole"] == whole and not facts["faults"]
     blocks = WORDS if whole else 1  # of a stretch, unpacked at once
     written = slices * (slices + 1) // 2 if one_k else slices  # for one k once for every number of slices that are used
+    assert facts["late"] == 0, "what results are multiplied by, and where they go, is asked for when a tile begins"
     assert facts["HGMMA"] == groups * written * (8 * blocks + 1)  # 16 inputs each, and the offsets
     assert facts["UTMALDG"] == slices * (WORDS + 1)  # blocks of a stretch, and sums over it
     assert facts["LDGSTS"] == groups * (2 * PLANES + 1)  # planes, scales and offsets, each in one copy of every lane
