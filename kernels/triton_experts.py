@@ -20,7 +20,6 @@ from dpamoe.kernels.triton_sort import combine_kernel, count_kernel, prepare_ker
 
 WORD = 32  # inputs in one 32-bit word of a plane
 SORT_BLOCK = 128
-SUMMED_BLOCKS, SUMMED_KEYS = 32, 1024  # up to which each program that sorts adds up the numbers in all blocks
 
 
 @dataclass(frozen=True)
@@ -183,15 +182,13 @@ def sort_into(
     blocks = cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
     sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
-    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes, **early(device))
-    summed = SUMMED_BLOCKS if blocks <= SUMMED_BLOCKS and keys <= SUMMED_KEYS else 0
-    if not summed:
-        scan = scan_cut(blocks, keys)
-        scan_kernel[(keys // scan["SOME"],)](counts, blocks, **scan, **early(device))
+    count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
+    scan = scan_cut(blocks, keys)
+    scan_kernel[(keys // scan["SOME"],)](counts, blocks, **scan, **early(device))
     scales = [part for weight in (up, down) for part in (weight.scales[0], *tensors_of(weight, None)[2:4])]  # offset, unit
     sort_kernel[(blocks + 1 + 2 * experts,)](
         ids, chunks, counts, order, levels, tiles, peaks, *scales, pairs, blocks, tiles.shape[0], *strides_of(ids, chunks),
-        **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None, SUM=summed,
+        **sizes, **cut, UP=up.offset[0].numel(), DOWN=down.offset[0].numel(), TIED=up.unit is not None,
         **sort_options(keys), **early(device),
     )  # fmt: skip
     return order, levels, peaks
@@ -256,7 +253,7 @@ def combine(rows: Tensor, ids: Tensor, chunks: Tensor, gates: Tensor, experts: i
     block = min(1024, next_power_of_2(width))
     combine_kernel[(tokens, cdiv(width, block))](
         rows, ids, chunks, gates, chunks, out, *strides_of(ids, chunks, gates), A=ids.shape[1], E=experts, WIDTH=width,
-        B=block, KINDS=0, **early(rows.device),
+        B=block, KINDS=0, PDL=False,
     )  # fmt: skip
 
 

@@ -23,10 +23,9 @@ def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
-    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """counts int32 [blocks, KEYS]: how often each key occurs in each block of B pairs."""
-    wait_for_before(PDL)
     at = tl.program_id(0) * B + tl.arange(0, B)
     key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
     tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
@@ -85,42 +84,15 @@ def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.c
     return key, held, rank
 
 
-@triton.jit
-def _totals(counts, blocks, block, KEYS: tl.constexpr, SUM: tl.constexpr):
-    """How often each key occurs in all blocks, and in those before `block`, int32 [KEYS]; SUM as in `sort_kernel`."""
-    key = tl.arange(0, KEYS)
-    if SUM:
-        at_once: tl.constexpr = 16  # 64 registers
-        total = tl.zeros((KEYS,), tl.int32)
-        before = tl.zeros((KEYS,), tl.int32)
-        for first in range(0, blocks, at_once):
-            some = first + tl.arange(0, at_once)[:, None]
-            count = tl.load(counts + some * KEYS + key[None, :], mask=some < blocks, other=0)
-            total += tl.sum(count, 0)
-            before += tl.sum(tl.where(some < block, count, 0), 0)
-    else:
-        total, before = tl.load(counts + blocks * KEYS + key), tl.load(counts + block * KEYS + key)
-    return total, before
-
-
-@triton.jit
-def _has_pairs(counts, blocks, expert, KEYS: tl.constexpr, SUM: tl.constexpr):
-    """Whether an expert has pairs, by `counts` as `sort_kernel` gets them."""
-    block = tl.arange(0, SUM if SUM else 1)[:, None] + (0 if SUM else blocks)
-    at = counts + block * KEYS + expert * LEVELS + tl.arange(0, LEVELS)[None, :]
-    return tl.sum(tl.sum(tl.load(at, mask=(block < blocks) | (SUM == 0), other=0), 0), 0) > 0
-
-
 @triton.jit(do_not_specialize=["pairs", "blocks", "most_tiles"])
 def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
     A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
-    WIDTHS: tl.constexpr, ONE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr, SUM: tl.constexpr,
+    WIDTHS: tl.constexpr, ONE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them, or, with SUM,
-    as `count_kernel` does, of up to SUM blocks, which each program adds up for itself: that takes less than a launch.
+    """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
 
     One program more writes tiles int32 [most_tiles, 5]: expert (-1: none), first, end, most k, and a mask with bit k for every
     k that occurs. An expert of one k gets tiles of BN pairs, others of MIXED. With WIDTHS they are those of `_write_one_k`
@@ -128,14 +100,15 @@ def sort_kernel(
     programs more find peaks fp32 [2, E], powers of two that bring an expert's scales and offsets below 1: UP and DOWN groups
     of the two weights. What is found from pairs and weights alone, older than the kernel before, does not wait for it.
     """
-    block = tl.program_id(0)
+    block, totals = tl.program_id(0), counts + blocks * KEYS
     if block < blocks:
         at = block * B + tl.arange(0, B)
         strides = (ids_token, ids_slot, chunks_token, chunks_slot)
         key, held, rank = _keys_and_ranks(ids, chunks, pairs, block * B, strides, A, E, B)
         wait_for_before(PDL)
-        total, before = _totals(counts, blocks, block, KEYS, SUM)
-        place = tl.gather(tl.cumsum(total, 0) - total + before, key, 0) + rank
+        total = tl.load(totals + tl.arange(0, KEYS))
+        start = tl.cumsum(total, 0) - total + tl.load(counts + block * KEYS + tl.arange(0, KEYS))
+        place = tl.gather(start, key, 0) + rank
         tl.store(order + place, at, mask=held)
         if len(WIDTHS):
             tl.store(levels + at, tl.where(held, place, -1), mask=at < pairs)
@@ -143,28 +116,27 @@ def sort_kernel(
             tl.store(levels + place, key % LEVELS + 1, mask=held)
     elif block == blocks:
         wait_for_before(PDL)
-        total, _ = _totals(counts, blocks, 0, KEYS, SUM)
-        _write_any(tiles, total, most_tiles, KEYS, BN, MIXED, WIDTHS, ONE)
+        _write_any(tiles, tl.load(totals + tl.arange(0, KEYS)), most_tiles, KEYS, BN, MIXED, WIDTHS, ONE)
     else:
         up, down = (up_scale, up_offset, up_unit), (down_scale, down_offset, down_unit)
-        place, asked = block - blocks - 1, True
-        if not PDL:  # else it is found before it is known which experts have pairs, so of all
-            asked = _has_pairs(counts, blocks, place % E, KEYS, SUM)
-        if asked:
-            _write_peak(peaks, up, down, place, E, UP, DOWN, TIED, PDL)
+        _write_peak(peaks, totals, up, down, block - blocks - 1, E, UP, DOWN, TIED, PDL)
 
 
 @triton.jit
 def _write_peak(
-    peaks, up, down, place, E: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr, PDL: tl.constexpr
+    peaks, totals, up, down, place, E: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr, PDL: tl.constexpr
 ):
-    """The peak of one expert in one of two weights; the kernel before is waited for only then."""
-    if place < E:
-        peak = _peak(*up, place, UP, TIED)
-    else:
-        peak = _peak(*down, place - E, DOWN, TIED)
-    wait_for_before(PDL)
-    tl.store(peaks + place, peak)
+    """The peak of one expert in one of two weights; PDL: found before it is known which experts have pairs, so of all."""
+    expert, asked = place % E, True
+    if not PDL:
+        asked = tl.sum(tl.load(totals + expert * LEVELS + tl.arange(0, LEVELS)), 0) > 0
+    if asked:
+        if place < E:
+            peak = _peak(*up, expert, UP, TIED)
+        else:
+            peak = _peak(*down, expert, DOWN, TIED)
+        wait_for_before(PDL)
+        tl.store(peaks + place, peak)
 
 
 @triton.jit

@@ -154,7 +154,6 @@ def sort(card, experts, early):
     keys = {"A": ACTIVE, "E": experts, "KEYS": 8 * experts, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     options = triton_experts.sort_options(8 * experts)
-    summed = triton_experts.SUMMED_BLOCKS if 8 * experts <= triton_experts.SUMMED_KEYS else 0
     tiles = {
         "sort": {"BN": 128, "MIXED": 64, "WIDTHS": (), "ONE": False},
         "slices": {"BN": 0, "MIXED": 0, "WIDTHS": (64,) * 4, "ONE": False},
@@ -162,11 +161,8 @@ def sort(card, experts, early):
         "widths": {"BN": 0, "MIXED": 0, "WIDTHS": (64, 32, 32, 16, 16, 16, 16), "ONE": False},
     }
     return {
-        f"{name} {experts} {sums}": compile_for(
-            card, triton_sort.sort_kernel, keys | scales | cut | early | {"SUM": sums}, **options
-        )
+        f"{name} {experts}": compile_for(card, triton_sort.sort_kernel, keys | scales | cut | early, **options)
         for name, cut in tiles.items()
-        for sums in {0, summed}
         if card == 90 or not cut["WIDTHS"]  # slices are Hopper's
     }
 
@@ -176,7 +172,7 @@ def around(card):
     early = {"PDL": card >= 90}
     keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     return {
-        "count": compile_for(card, triton_sort.count_kernel, keys | early),
+        "count": compile_for(card, triton_sort.count_kernel, keys),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},
         **{name: facts for experts in (EXPERTS, 4 * EXPERTS) for name, facts in sort(card, experts, early).items()},
         "prepare": compile_for(

@@ -133,10 +133,8 @@ def test_prefill_sorts_any_routing(random_pairs, layer, experts, active, tokens)
     assert relative(run("prefill", x, ids, gates, chunks, made), grouped.expert_ffn(x, ids, gates, chunks, *made)) < ERROR
 
 
-@pytest.mark.parametrize("uniform, summed", [(True, 32), (False, 32), (False, 0)])
-def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, monkeypatch, uniform, summed):
-    """Blocks of pairs are added up by all programs that sort, or by a kernel of its own."""
-    monkeypatch.setattr(te, "SUMMED_BLOCKS", summed)
+@pytest.mark.parametrize("uniform", [True, False])
+def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, uniform):
     ids, _, chunks = random_pairs(130, 3, 7, 5)  # more than one block of pairs
     ids[3] = 2
     ids[4, 0], ids[5, 1] = -1, 7

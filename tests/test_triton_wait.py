@@ -63,17 +63,16 @@ class Early:
 
 @pytest.fixture
 def chain(hopper_on_cpu, monkeypatch):
-    """All launches of a prefill on Hopper; the products are not early."""
+    """All launches of a prefill on Hopper; counting, the products and the sum of slots are not early."""
     made = Chain()
     made.make_early(monkeypatch, triton_experts, ("count_kernel", "scan_kernel", "sort_kernel", "combine_kernel"))
     made.make_early(monkeypatch, hopper_on_cpu, ("prepare_kernel", "hopper_prefill_kernel"))
     return made
 
 
-@pytest.mark.parametrize("one_k, scans", [(False, []), (True, ["scan_kernel"])])
-def test_a_prefill_of_early_kernels(hopper_on_cpu, chain, random_encoded, random_pairs, monkeypatch, one_k, scans):
-    """More pairs than one block of them, which the programs that sort add up, or a kernel of its own."""
-    monkeypatch.setattr(triton_experts, "SUMMED_BLOCKS", 0 if scans else 32)
+@pytest.mark.parametrize("one_k", [False, True])
+def test_a_prefill_of_early_kernels(hopper_on_cpu, chain, random_encoded, random_pairs, one_k):
+    """More pairs than one block of them."""
     ids, gates, chunks = random_pairs(70, 2, 3, 5)
     chunks, x = chunks.clamp(max=1 if one_k else 2), torch.randn(70, 128)
     up, down = random_encoded(3, 128, 128, 32, 2), random_encoded(3, 64, 128, 32, 2, seed=1)
@@ -81,8 +80,8 @@ def test_a_prefill_of_early_kernels(hopper_on_cpu, chain, random_encoded, random
     expected = grouped.expert_ffn(x.double(), ids, gates, chunks, up, None, down, None, "relu")
     assert float((found - expected).norm() / expected.norm()) < ERROR
     product = ["prepare_kernel", "hopper_prefill_kernel"]
-    assert chain.launched == ["count_kernel", *scans, "sort_kernel", *product, *product, "combine_kernel"]
-    assert chain.early == {"count_kernel", *scans, "sort_kernel", "prepare_kernel", "combine_kernel"}
+    assert chain.launched == ["count_kernel", "scan_kernel", "sort_kernel", *product, *product, "combine_kernel"]
+    assert chain.early == {"scan_kernel", "sort_kernel", "prepare_kernel"}
 
 
 def test_a_kernel_that_is_not_launched_early_does_not_wait(monkeypatch):

@@ -1,8 +1,9 @@
 """One decoding step of a whole model, kernel by kernel: what stands around the experts, and what they cost themselves.
 
 python tests/benchmarks/bench_step.py [--model qwen3_moe] [--layers 4] [--jobs exact,threshold,uniform,grouped_mm,none]
-"none" is the model without its experts: what no kernel of ours can be faster than. Jobs are built and compiled side by side,
-each in a process of its own, so all of them must fit the device; then times are taken round by round, one job at a time.
+"none" is the model without its experts: what no kernel of ours can be faster than. Jobs are built side by side, each in a
+process of its own, so all of them must fit the device, and compiled one after the other: a kernel that they share is then tuned
+by Inductor once, for the first. Then times are taken round by round, one job at a time.
 """
 
 import argparse
@@ -108,7 +109,8 @@ def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None
     with torch.no_grad():
         token = timer.prefill(timer.prompt(flags.context), length)
         arguments = (token, torch.full((1, 1), flags.context, device=device), timer.caches[length])
-        timer.decode(*arguments, WARM)
+        with turn:
+            timer.decode(*arguments, WARM)
         print(f"{job}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         if job in OWN:
             api.stats(model, reset=True)
