@@ -98,9 +98,9 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
 
 
 def loads_before_stores(code):
-    """Loads before the first store of a piece of SASS, none where it has no store."""
-    before, *behind = re.split(r"\bSTG\.", code)
-    return len(re.findall(r"\bLDG\.", before)) if behind else 0
+    """Loads before the last store of a piece of SASS, none where it has no store."""
+    *before, _ = re.split(r"\bSTG\.", code)
+    return len(re.findall(r"\bLDG\.", "".join(before)))
 
 
 def decode(card, sources=("given", "rank", "threshold"), sums=("down", "down few")):
@@ -290,14 +290,16 @@ def hopper(card):
 
 
 def some_hopper(card, cases):
-    """The first product of so many pairs per expert, of several k or of one; with the instructions it is made of."""
+    """Products of so many pairs per expert, of several k or of one; with the instructions they are made of."""
     from dpamoe.kernels import hopper_experts
 
-    sizes, found = UP | {"TARGET": False}, {}
+    found = {}
     for pairs, one_k in cases:
-        cut = hopper_experts.cut_for(pairs, 1, one_k, weight_of(sizes))
-        counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
-        found[f"{pairs}, one k {one_k}"] = hopper_kernel(card, sizes, cut, one_k, 2, counted) | {"cut": vars(cut)}
+        for second, sizes in enumerate((UP | {"TARGET": False}, DOWN | {"TARGET": True, "ACT": "", "GATED": False})):
+            cut = hopper_experts.cut_for(pairs, 1, one_k, weight_of(sizes))
+            counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
+            facts = hopper_kernel(card, sizes, cut, one_k, 2, counted)
+            found[f"{pairs}, one k {one_k}, second {bool(second)}"] = facts | {"cut": vars(cut)}
     return found
 
 

@@ -313,6 +313,12 @@ def test_a_row_alone_and_in_a_batch(qwen, convex_table):
             assert torch.equal(own[0], planes[row]) and torch.equal(alone[0], few[row - first])
 
 
+def is_early(layer, tokens):
+    """Whether the second product reads planes before it waits for the first, of which all programs run at once."""
+    programs = layer.down.in_features // 16 * tokens * layer.active
+    return bitserial_experts.at_once(programs, bitserial_experts.UP_PROGRAMS, DEVICE)
+
+
 class Late:
     """The first product, after which another kernel lets the second begin, and then writes anew what was written."""
 
@@ -343,7 +349,7 @@ def _write_late(hidden, rows, chunks, planes, one, ROWS: tl.constexpr, PLANES: t
 
 
 @early
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2])  # of which one is early on an H200
 def test_planes_that_are_written_after_the_second_product_began(qwen, convex_table, monkeypatch, tokens):
     """Where the second product reads k of old, it finds out: one token; two, which it waits for."""
     table, budget = convex_table(qwen.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
@@ -363,7 +369,7 @@ def test_planes_that_are_written_after_the_second_product_began(qwen, convex_tab
     late = Late(write)
     monkeypatch.setattr(bitserial_experts, "up_kernel", late)
     found, own = OPS.routed_ffn(*call)
-    assert torch.equal(own, planes) and torch.equal(found, expected) and late.launched == [tokens == 1]
+    assert torch.equal(own, planes) and torch.equal(found, expected) and late.launched == [is_early(qwen, tokens)]
 
 
 @triton.jit
@@ -382,7 +388,8 @@ def _write_often(chunks, planes, one, PLANES: tl.constexpr, TURNS: tl.constexpr)
 
 @early
 def test_planes_that_are_written_while_warps_read_them(qwen, convex_table, monkeypatch):
-    """Some warps read them before, others after: all begin anew, or none, a thousand times."""
+    """Some warps read them before, others after: all begin anew, or none, a thousand times; on an H200 results differ where
+    warps do not agree."""
     table, budget = convex_table(qwen.experts).to(DEVICE), torch.tensor(3.3, device=DEVICE)
     x, ids, gates, _ = routing(qwen, 1)
     call = (x, ids, gates, table, budget, torch.tensor(8, dtype=torch.int32, device=DEVICE), *qwen.call(), 2, True)
@@ -391,7 +398,7 @@ def test_planes_that_are_written_while_warps_read_them(qwen, convex_table, monke
     late = Late(lambda hidden, chunks: _write_often[(1,)](chunks, planes, one, PLANES=planes.numel(), TURNS=1000))
     monkeypatch.setattr(bitserial_experts, "up_kernel", late)
     results = [OPS.routed_ffn(*call) for _ in range(1000)]
-    assert all(late.launched) and all(torch.equal(own, planes) for _, own in results)
+    assert all(late.launched) == is_early(qwen, 1) and all(torch.equal(own, planes) for _, own in results)
     wrong = sum(not torch.equal(found, expected) for found, _ in results)
     assert not wrong, f"{wrong} of {len(results)} results differ"
 

@@ -32,15 +32,16 @@ def compiled(part):
 ONE_K = [pytest.param(pairs, True, marks=pytest.mark.slow) for pairs in (64, 256)]
 
 
+@pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("pairs, one_k", [(128, False), (32, False), *ONE_K])
-def test_products_and_copies(pairs, one_k):
-    facts = compiled("one k hopper" if one_k else "some hopper")[f"{pairs}, one k {one_k}"]
+def test_products_and_copies(pairs, one_k, second):
+    """Both products; what results are multiplied by, and where they go, is asked for when a tile begins."""
+    facts = compiled("one k hopper" if one_k else "some hopper")[f"{pairs}, one k {one_k}, second {second}"]
     groups, slices = facts["cut"]["groups"], len(facts["cut"]["widths"])
     whole = pairs < 256
-    assert facts["cut"]["whole"] == whole and not facts["faults"]
+    assert facts["cut"]["whole"] == whole and not facts["faults"] and facts["late"] == 0
     blocks = WORDS if whole else 1  # of a stretch, unpacked at once
     written = slices * (slices + 1) // 2 if one_k else slices  # for one k once for every number of slices that are used
-    assert facts["late"] == 0, "what results are multiplied by, and where they go, is asked for when a tile begins"
     assert facts["HGMMA"] == groups * written * (8 * blocks + 1)  # 16 inputs each, and the offsets
     assert facts["UTMALDG"] == slices * (WORDS + 1)  # blocks of a stretch, and sums over it
     assert facts["LDGSTS"] == groups * (2 * PLANES + 1)  # planes, scales and offsets, each in one copy of every lane

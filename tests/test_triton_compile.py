@@ -42,6 +42,7 @@ def test_kernels_fit_every_card(card):
         allowed = SPILLS.get(name.split()[0], 0)
         assert facts["spills"] <= allowed, f"{name} on sm_{card} spills {facts['spills']} bytes"
         assert not facts.get("faults"), f"{name}: {facts['faults']}"
+        assert not facts.get("late"), f"{name} loads what its results are multiplied by, or where they go, at the end of a tile"
         if name.endswith("one k"):  # 8 products of a block, those of a stretch begun together; ptxas may wait for each instead
             assert 4 * facts["WARPGROUP.DEPBAR"] <= facts["HGMMA"], f"{name} waits for its products one by one"
         if card in SMALL_SHARED:
