@@ -75,19 +75,14 @@ mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{d0, d1, d2, d3}}, {{a0, a1, 
 """
 
 
-def _planes(plane: int) -> str:
-    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27, 28.
-
-    A warp that does not read the first of them, by the number of planes in 32-35, leaves both out; plane -1: none does.
-    """
-    ask = f"setp.le.s32 out, $32, {plane}; @out bra.uni DONE;\n" if plane >= 0 else ""
+def _planes() -> str:
+    """D 4-7 plus the dots of two planes, words 8-11 and 12-15; bits of both groups 16-19 and 20-23, weights 24-27, 28."""
     low, high = ("$16", "$17"), ("$20", "$21")
     work = _count("$8, $9", low, "$24") + _count("$10, $11", high, "$25")
     work += _count("$12, $13", low, "$26") + _count("$14, $15", high, "$27")
-    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, v; .reg .f32 d0, d1, d2, d3; .reg .pred out;
+    return f"""{{ .reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, z, v; .reg .f32 d0, d1, d2, d3;
 mov.b32 z, 0; mov.f32 d0, $4; mov.f32 d1, $5; mov.f32 d2, $6; mov.f32 d3, $7;
-{ask}{work}{"DONE:" if plane >= 0 else ""}
-mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
+{work}mov.f32 $0, d0; mov.f32 $1, d1; mov.f32 $2, d2; mov.f32 $3, d3; }}"""
 
 
 def _halves(first: str, second: str) -> str:
@@ -155,8 +150,7 @@ FACTOR = gl.constexpr("""{ .reg .b32 lane; .reg .pred last; mov.u32 lane, %lanei
 setp.eq.s32 last, lane, 3; selp.b32 $0, 0xDC005C00, 0x5C005C00, last; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""")
 WEIGHTS_LETTERS = letters("rrrr", "rrrr")
 
-PLANES, PLANES_LETTERS = gl.constexpr(_planes(-1)), letters("ffff", "f" * 4 + "r" * 28)
-MAYBE_0, MAYBE_2, MAYBE_4, MAYBE_6 = (gl.constexpr(_planes(plane)) for plane in (0, 2, 4, 6))
+PLANES, PLANES_LETTERS = gl.constexpr(_planes()), letters("ffff", "f" * 4 + "r" * 24)
 
 # for rows of the first matrix (registers 0 and 1) and of the second (2 and 3)
 SCALE_FIRST, SCALE_SECOND = gl.constexpr(_scale(0)), gl.constexpr(_scale(2))

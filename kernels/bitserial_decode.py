@@ -190,7 +190,7 @@ def _dots(
             source = at + (p * 8 * NW + m * WIDTH * (IN // 32))
             one, other = two_planes(buffers, planes, source, of_word, c, m * PIECES + p, PIECES * MATRICES, C, CAP)
             dot = dots[p * MATRICES + m]
-            new = new + (add_dots(dot, one, other, X[p], Y[p], weights, many, c, False),)
+            new = new + (add_dots(dot, one, other, X[p], Y[p], weights, c),)
     return new
 
 
@@ -253,7 +253,7 @@ def _sum_of_slots(
     every = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW)
     if AHEAD:
         every = agreed(every)  # all warps begin anew, or none: they wait for each other
-    fewest, most = gl.min(gl.where(every > 0, every, C), 0), gl.max(every, 0)
+    most = gl.max(every, 0)
     packed = gl.sum(every.to(gl.int64) << 4 * gl.arange(0, N, every.type.layout), 0)
     found = give_planes(found, packed, PIECES)
     ask_pieces(buffers, planes, found, row, EARLY, CAP, OUT, IN, PIECES, NW)
@@ -262,7 +262,7 @@ def _sum_of_slots(
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), row, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL and (AHEAD or not FOUND))
     written = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW) if AHEAD else every
-    whole = _down_rows(hidden, pieces, buffers, planes, fewest, most, IN, C, CAP, PIECES, NW, TIED)
+    whole = _down_rows(hidden, pieces, buffers, planes, most, IN, C, CAP, PIECES, NW, TIED)
     return whole, packed, gl.max((written != every).to(gl.int32), 0) > 0
 
 
@@ -299,7 +299,7 @@ def _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A: gl.constexpr,
 
 @gluon.jit
 def _down_rows(
-    hidden, pieces, buffers, planes, fewest, most, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
+    hidden, pieces, buffers, planes, most, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
     PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """Sum over the slots of gate * W_k hidden, for 16 rows."""
@@ -309,41 +309,64 @@ def _down_rows(
         X = X + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
         start += 128
         Y = Y + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
-    r, column, _ = places(NW, TIED)
-    weights = column_weights((column + r) * 0)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     wait_for_copies(0)
-    for p in gl.static_range(PIECES):
-        k, of_word, at, gate, _, _, own = pieces[p]
-        x, y = cut(X[p], TIED), cut(Y[p], TIED)
-        if TIED:
-            whole += gate * _tied_dot(x, y, own, buffers, planes, at, k, of_word, most, p, PIECES, C, CAP)
-        else:
-            whole += gate * _piece_dot(
-                x, y, own, buffers, planes, at, weights, k, of_word, fewest, most, p, PIECES, C, CAP
-            )  # fmt: skip
+    X, Y = _cut(X, PIECES, TIED), _cut(Y, PIECES, TIED)
+    if TIED:
+        for p in gl.static_range(PIECES):
+            k, of_word, at, gate, _, _, own = pieces[p]
+            whole += gate * _tied_dot(X[p], Y[p], own, buffers, planes, at, k, of_word, most, p, PIECES, C, CAP)
+    else:
+        found = _free_dots(X, Y, pieces, buffers, planes, most, C, CAP, PIECES, NW)
+        for p in gl.static_range(PIECES):
+            whole += pieces[p][3] * found[p]
     return whole
 
 
 @gluon.jit
-def _piece_dot(
-    X, Y, own, buffers, planes, at, weights, k, of_word, fewest, most, p: gl.constexpr, PIECES: gl.constexpr,
-    C: gl.constexpr, CAP: gl.constexpr,
+def _free_dots(
+    X, Y, pieces, buffers, planes, most, C: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr, NW: gl.constexpr
 ):  # fmt: skip
-    """What the p-th pair of groups of each warp adds; of_word: planes that are read of each word."""
-    own_zero = (X * 0).to(gl.float32)
-    total = with_offset(own_zero, own[0], X, Y, False)
+    """What every pair of groups of each warp adds, scales of its own for every plane.
+
+    All warps take as many planes as any slot reads, each plane in all pieces before the next: what a slot does not read has
+    scale 0, and to leave it out would cost more, since products before and behind a branch do not overlap.
+    """
+    r, column, _ = places(NW, 0)
+    weights = column_weights((column + r) * 0)
+    zero, totals = (X[0] * 0).to(gl.float32), ()
+    for p in gl.static_range(PIECES):
+        totals = totals + (with_offset(zero, pieces[p][6][0], X[p], Y[p], False),)
     for first in gl.static_range(0, C, 4):
         if first < most:
-            dots = own_zero
+            dots = (zero,) * PIECES
             for c in gl.static_range(first, min(first + 4, C), 2):
-                one, other = two_planes(buffers, planes, at, of_word, c, p, PIECES, C, CAP)
-                if first + 4 <= fewest:
-                    dots = add_dots(dots, one, other, X, Y, weights, k, c, False)
-                else:
-                    dots = add_dots(dots, one, other, X, Y, weights, k, c, True)
-            total = scaled(total, dots, own[1 + first // 4], X, Y, False)
-    return total
+                if c < most:
+                    dots = _dots_of_pieces(dots, X, Y, pieces, buffers, planes, weights, c, C, CAP, PIECES)
+            totals = _scaled_pieces(totals, dots, X, Y, pieces, first, PIECES)
+    return totals
+
+
+@gluon.jit
+def _dots_of_pieces(
+    dots, X, Y, pieces, buffers, planes, weights, c: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Add the dots of planes c and c + 1 in every piece."""
+    new = ()
+    for p in gl.static_range(PIECES):
+        _, of_word, at, _, _, _, _ = pieces[p]
+        one, other = two_planes(buffers, planes, at, of_word, c, p, PIECES, C, CAP)
+        new = new + (add_dots(dots[p], one, other, X[p], Y[p], weights, c),)
+    return new
+
+
+@gluon.jit
+def _scaled_pieces(totals, dots, X, Y, pieces, first: gl.constexpr, PIECES: gl.constexpr):
+    """Add the dots of planes `first` to `first` + 3, times their scales."""
+    new = ()
+    for p in gl.static_range(PIECES):
+        new = new + (scaled(totals[p], dots[p], pieces[p][6][1 + first // 4], X[p], Y[p], False),)
+    return new
 
 
 @gluon.jit
@@ -351,7 +374,7 @@ def _tied_dot(
     X, Y, own, buffers, planes, at, k, of_word, most, p: gl.constexpr, PIECES: gl.constexpr, C: gl.constexpr,
     CAP: gl.constexpr,
 ):  # fmt: skip
-    """`_piece_dot` with tied scales."""
+    """What the p-th pair of groups of each warp adds, with tied scales; of_word: planes that are read of each word."""
     spread_x, spread_y, zero = spread(X), spread(Y), (X * 0).to(gl.float32)
     numbers = numbers_of(buffers, planes, at, of_word, most, p, PIECES, C, CAP)
     return add_numbers(zero, numbers, own, k, X, Y, spread_x, spread_y, False)

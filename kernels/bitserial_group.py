@@ -323,5 +323,5 @@ def _planes(
     for c in gl.static_range(first, min(first + 4, C), 2):
         if c < k:
             one, other = two_planes(buffers, planes, at, many, c, UNIT, UNITS, C, CAP)
-            dots = add_dots(dots, one, other, X, Y, weights, many, c, False)
+            dots = add_dots(dots, one, other, X, Y, weights, c)
     return scaled(total, dots, scale, X, Y, SECOND)

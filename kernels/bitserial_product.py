@@ -12,10 +12,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from dpamoe.kernels.bitserial_asm import (
     FACTOR,
-    MAYBE_0,
-    MAYBE_2,
-    MAYBE_4,
-    MAYBE_6,
     OFFSET_FIRST,
     OFFSET_LETTERS,
     OFFSET_SECOND,
@@ -84,12 +80,10 @@ def wait_for_copies(pending: gl.constexpr):
 
 
 @gluon.jit
-def add_dots(dots, first, second, X, Y, weights, k, plane: gl.constexpr, MAYBE: gl.constexpr):
-    """Add the dots of planes `plane` and the next with the groups X and Y; MAYBE: not in warps that read neither."""
-    maybe: gl.constexpr = MAYBE_0 if plane == 0 else MAYBE_2 if plane == 2 else MAYBE_4 if plane == 4 else MAYBE_6
-    code: gl.constexpr = maybe if MAYBE else PLANES
-    arguments = [dots, first, second, X, Y, weights[plane // 2 % 2], weights[2], k]
-    return gl.inline_asm_elementwise(code, PLANES_LETTERS, arguments, gl.float32, True, 4)
+def add_dots(dots, first, second, X, Y, weights, plane: gl.constexpr):
+    """Add the dots of planes `plane` and the next with the groups X and Y."""
+    arguments = [dots, first, second, X, Y, weights[plane // 2 % 2], weights[2]]
+    return gl.inline_asm_elementwise(PLANES, PLANES_LETTERS, arguments, gl.float32, True, 4)
 
 
 @gluon.jit

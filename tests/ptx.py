@@ -24,9 +24,6 @@ def run(code, letters, *operands):
     """
     results = letters.count("=")
     registers = [row for operand in operands for row in packed(operand)]
-    if "bra" in code and registers[0].ndim > 1:
-        warps = range(registers[0].shape[0])
-        return np.stack([run(code, letters, *(operand[:, warp] for operand in operands)) for warp in warps], 1)
     assert len(registers) == len(letters.split(",")) - results, "operands fill as many registers as there are letters"
     ways = [_Warp({f"${i}": np.full(32, 0xDEADBEEF, np.uint32) for i in range(results)}, registers, results)]
     if results > 1 or not _written_last(code):
@@ -62,24 +59,20 @@ def _half(register):
 
 @cache
 def _statements(code):
-    """Label and (guard, name, operands) of every statement, None for what is not there."""
+    """Name and operands of every statement."""
     found = []
     for statement in code.strip().removeprefix("{").removesuffix("}").split(";"):
-        label, statement = re.fullmatch(r"\s*(?:(\w+):)?\s*(.*?)\s*", statement, re.DOTALL).groups()
-        parts = None
-        if statement and not statement.startswith(".reg"):
-            guard, name, operands = re.fullmatch(r"(?:@(\w+)\s+)?([\w.]+)\s+(.*)", statement, re.DOTALL).groups()
-            operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if part.strip()]
-            parts = guard, name, operands
-        found.append((label, parts))
+        if statement.strip() and not statement.strip().startswith(".reg"):
+            name, operands = re.fullmatch(r"\s*([\w.]+)\s+(.*?)\s*", statement, re.DOTALL).groups()
+            found.append((name, [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", operands) if part.strip()]))
     return found
 
 
 @cache
 def _written_last(code):
     """Whether no statement but the last writes result 0."""
-    *others, _ = [statement for _, statement in _statements(code) if statement]
-    return all("$0" not in operands[0] for _, _, operands in others)
+    *others, _ = _statements(code)
+    return all("$0" not in operands[0] for _, operands in others)
 
 
 @cache
@@ -109,30 +102,15 @@ class _Warp:
         self.registers[self.names.get(name, name)] = value
 
     def run(self, code):
-        """Every statement, up to a label that all lanes jump to."""
-        skip_to = None
-        for label, statement in _statements(code):
-            skip_to = None if label == skip_to else skip_to
-            if statement and skip_to is None:
-                skip_to = self._step(*statement)
-        assert skip_to is None, f"no label {skip_to}"
-
-    def _step(self, guard, name, operands):
-        """One statement; the label to go on from, if it jumps."""
-        if name == "bra.uni":
-            taken = self.registers[guard]
-            assert taken.all() or not taken.any(), "lanes part ways at a uniform jump"
-            return operands[0] if taken.all() else None
-        assert guard is None, name
-        into, values = operands[0], [self._values(operand) for operand in operands[1:]]
-        with np.errstate(all="ignore"):
-            if into.startswith("{"):
-                split = _unpack if name == "mov.b32" else INSTRUCTIONS[name]
-                for own, value in zip(self._names(into), split(*values), strict=True):
-                    self.write(own, value)
-            else:
-                self.write(into, INSTRUCTIONS[name](*values))
-        return None
+        for name, operands in _statements(code):
+            into, values = operands[0], [self._values(operand) for operand in operands[1:]]
+            with np.errstate(all="ignore"):
+                if into.startswith("{"):
+                    split = _unpack if name == "mov.b32" else INSTRUCTIONS[name]
+                    for own, value in zip(self._names(into), split(*values), strict=True):
+                        self.write(own, value)
+                else:
+                    self.write(into, INSTRUCTIONS[name](*values))
 
     def _names(self, operand):
         return [part.strip() for part in operand.strip("{}").split(",")]
@@ -285,7 +263,6 @@ INSTRUCTIONS = {
     "selp.b32": lambda a, b, chosen: np.where(chosen, a, b),
     "setp.eq.s32": lambda a, b: a == b,
     "setp.ne.s32": lambda a, b: a != b,
-    "setp.le.s32": lambda a, b: a.view(np.int32) <= b.view(np.int32),
     "shfl.sync.bfly.b32": _shuffle,
     "shfl.sync.idx.b32": _shuffle_from,
     "redux.sync.max.u32": lambda a, members: np.broadcast_to(a.max(-1, keepdims=True), a.shape),

@@ -123,19 +123,18 @@ class Tile:
         both = np.ascontiguousarray(values).view(np.uint32)[..., 0]
         return np.stack([both[np.arange(32), G + 8 * (i % 2)] for i in range(4)])
 
-    def dots(self, groups, first, k, code="PLANES", start=None):
+    def dots(self, groups, first, k):
         """Registers of the dots of planes `first` to `first` + 3 as the kernels add them up, two at a time."""
-        dots = np.zeros((4, 32), np.float32) if start is None else start
+        dots = np.zeros((4, 32), np.float32)
         for plane in range(first, min(first + 4, 8), 2):
-            if plane < k or code != "PLANES":
-                name = code if code == "PLANES" else f"MAYBE_{plane}"
+            if plane < k:
                 weights = run(f"WEIGHTS_{plane % 4}", "WEIGHTS_LETTERS", np.zeros((4, 32), np.uint32))
                 factor = run("FACTOR", "WEIGHTS_LETTERS", np.zeros((4, 32), np.uint32))
                 both = self.words(plane), self.words(plane + 1)
-                dots = run(name, "PLANES_LETTERS", dots, *both, *groups, weights, factor, np.full((4, 32), k, np.uint32))
+                dots = run("PLANES", "PLANES_LETTERS", dots, *both, *groups, weights, factor)
         return dots
 
-    def multiply(self, groups, k, second=False, code="PLANES"):
+    def multiply(self, groups, k, second=False):
         """W_k x of 16 rows, as the kernels compute it; second: in registers 2 and 3."""
         which = "SECOND" if second else "FIRST"
         total = numbers(np.zeros((4, 32), np.uint32))
@@ -144,7 +143,7 @@ class Tile:
         for first in (0, 4):
             if first < k:
                 own = np.where((first + C < k)[:, None, None], self.scales[first + C], np.float16(0))
-                dots = self.dots(groups, first, k, code)
+                dots = self.dots(groups, first, k)
                 total = run(f"SCALE_{which}", "SCALE_LETTERS", total, dots, self.own(own), *groups)
         rows = numbers(total).reshape(4, 8, 4).sum(-1)
         assert not rows[:2].any() if second else not rows[2:].any()
@@ -199,8 +198,7 @@ def test_products_of_every_number_of_planes(k):
     assert error(expected, tile.dense(k) @ (values * np.repeat(steps, 128))) < 1e-12
     assert error(expected, tile.dense(k) @ x) < 5e-5  # 16 bits, of the largest input of a group
     for second in (False, True):
-        for code in ("PLANES", "MAYBE"):
-            assert error(tile.multiply(groups, k, second, code), expected) < EXACT
+        assert error(tile.multiply(groups, k, second), expected) < EXACT
 
 
 def test_one_matrix_leaves_the_other_alone():
@@ -214,16 +212,6 @@ def test_one_matrix_leaves_the_other_alone():
             run(f"OFFSET_{which}", "OFFSET_LETTERS", before, own, *groups),
         ):
             assert (numbers(found)[kept] == before[kept]).all() and (numbers(found) != before).sum() == 64
-
-
-@pytest.mark.parametrize("plane", [0, 2, 4, 6])
-def test_a_warp_skips_two_planes_by_its_number_of_planes(plane):
-    groups, tile = both_groups(random_inputs(8, 256))[0], Tile(9)
-    start = tile.dots(groups, 0, 8)
-    for k in range(9):
-        operands = (tile.words(plane), tile.words(plane + 1), *groups, *(np.full((4, 32), 0x3C003C00, np.uint32),) * 2)
-        found = run(f"MAYBE_{plane}", "PLANES_LETTERS", start, *operands, np.full((4, 32), k, np.uint32))
-        assert (found != start).any() == (k > plane)
 
 
 def test_planes_that_are_not_read_may_be_anything():
