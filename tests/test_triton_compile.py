@@ -95,7 +95,7 @@ def test_1_bit_products_are_made_by_the_matrix_unit(card):
     found = compiled(card, "bits")
     assert len(found) == (26 if card >= 90 else 21)
     for name, facts in found.items():
-        products = {"up": 64, "down": 192, "group": 96 if "OUT=2048" in name else 64}.get(name.split()[1].split("_")[0], 0)
+        products = {"up": 64, "down": 96, "group": 96 if "OUT=2048" in name else 64}.get(name.split()[1].split("_")[0], 0)
         assert facts["products"] == products, name
         rows = {"up": 12 + 8, "down": 18 + 24, "group": 18 + 6 if "OUT=2048" in name else 12 + 2}
         assert facts["loads"] >= rows.get(name.split()[1].split("_")[0], 0), f"{name} on sm_{card} waits before it asks"
