@@ -329,8 +329,8 @@ def _free_dots(
 ):  # fmt: skip
     """What every pair of groups of each warp adds, scales of its own for every plane.
 
-    All warps take as many planes as any slot reads, each plane in all pieces before the next: what a slot does not read has
-    scale 0, and to leave it out would cost more, since products before and behind a branch do not overlap.
+    All warps take as many planes as any slot reads, each plane in all pieces before the next. What a slot does not read has
+    scale 0; a branch around each product cost more, since those before and behind it do not overlap.
     """
     r, column, _ = places(NW, 0)
     weights = column_weights((column + r) * 0)
