@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 SUBNORMALS = 2.0**24  # a popcount n stands as the fp16 number n / SUBNORMALS
 SMALLEST = 2.0**-100  # largest input of a group from which steps follow it: 32767 through it is finite
+_ONES = 1.5 * 2.0**23  # the last bit of its fp32 mantissa is worth 1, also when 2 ** 22 is added or taken away
 
 
 def as_float(value: float) -> str:
@@ -23,15 +24,11 @@ def letters(results: str, arguments: str) -> gl.constexpr:
 
 
 def _swap(word: str, bit: int) -> str:
-    """Exchange one bit of the position in a word with one bit of the lane's number, between two lanes."""
-    lane = 1 << (bit + 2 if bit < 3 else bit - 3)
-    text = f"shfl.sync.bfly.b32 other, {word}, {lane}, 31, -1; and.b32 t, lane, {lane}; setp.ne.s32 upper, t, 0;\n"
-    if bit >= 3:  # whole bytes
-        high, low = ((0x3715, 0x6240), (0x3276, 0x5410))[bit - 3]
-        return text + f"selp.b32 t, {high}, {low}, upper; prmt.b32 {word}, {word}, other, t;\n"
-    mask = (0x55555555, 0x33333333, 0x0F0F0F0F)[bit]
+    """Exchange bit 0, 1 or 2 of the position in a word with bit 2, 3 or 4 of the lane's number, between two lanes."""
+    lane, mask = 4 << bit, (0x55555555, 0x33333333, 0x0F0F0F0F)[bit]
     return (
-        text + f"selp.b32 t, {32 - (1 << bit)}, {1 << bit}, upper; shf.l.wrap.b32 other, other, other, t;\n"
+        f"shfl.sync.bfly.b32 other, {word}, {lane}, 31, -1; and.b32 t, lane, {lane}; setp.ne.s32 upper, t, 0;\n"
+        f"selp.b32 t, {32 - (1 << bit)}, {1 << bit}, upper; shf.l.wrap.b32 other, other, other, t;\n"
         f"selp.b32 t, {mask ^ 0xFFFFFFFF}, {mask}, upper; lop3.b32 {word}, t, {word}, other, 0xCA;\n"
     )
 
@@ -39,14 +36,20 @@ def _swap(word: str, bit: int) -> str:
 def integers(most: int) -> str:
     """Four floats of a lane, $4-$7, as integers a, b, c, d of at most `most`, in steps that 128 of a warp share.
 
-    Leaves the step in `step`; to be declared before: most, next, step (f32), a, b, c, d (b32).
+    Of a, b, c, d the low 16 bits count; `sum` is what they add up to, and `step` the step. To be declared before: most, next,
+    step (f32), a, b, c, d, t, sum (b32). A number is rounded by adding it to one so large that its last bit is worth 1.
     """
+    rounded = "".join(
+        f"fma.rn.f32 next, ${4 + i}, most, {as_float(_ONES)}; mov.b32 {name}, next; " for i, name in enumerate("abcd")
+    )
+    base = -4 * int(as_float(_ONES)[2:], 16) & 0xFFFFFFFF
     return f"""abs.f32 most, $4; abs.f32 next, $5; max.NaN.f32 most, most, next;
 abs.f32 next, $6; max.NaN.f32 most, most, next; abs.f32 next, $7; max.NaN.f32 most, most, next;
 mov.b32 a, most; redux.sync.max.u32 a, a, -1; mov.b32 most, a; max.NaN.f32 most, most, {as_float(SMALLEST)};
-mul.f32 step, most, {as_float(1 / most)}; rcp.approx.f32 most, most; mul.f32 most, most, {as_float(float(most))};
-mul.f32 next, $4, most; cvt.rni.s32.f32 a, next; mul.f32 next, $5, most; cvt.rni.s32.f32 b, next;
-mul.f32 next, $6, most; cvt.rni.s32.f32 c, next; mul.f32 next, $7, most; cvt.rni.s32.f32 d, next;
+mul.f32 step, most, {as_float(1 / most)};
+mul.f32 most, most, {as_float(2.0**-10)}; rcp.approx.ftz.f32 most, most; mul.f32 most, most, {as_float(most * 2.0**-10)};
+{rounded}
+add.s32 sum, a, b; add.s32 t, c, d; add.s32 sum, sum, t; add.s32 sum, sum, {base:#x};
 """
 
 
@@ -57,9 +60,9 @@ prmt.b32 low, a, c, 0x5410; prmt.b32 high, a, c, 0x7632;
 
 
 def _slice() -> str:
-    swaps = "".join(_swap(word, bit) for bit in (3, 4, 0, 1, 2) for word in ("low", "high"))
-    return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, u, other, lane, low, high; .reg .pred upper;
-{integers(32767)}add.s32 t, a, b; add.s32 u, c, d; add.s32 t, t, u; redux.sync.add.s32 t, t, -1; cvt.rn.f32.s32 next, t;
+    swaps = "".join(_swap(word, bit) for bit in range(3) for word in ("low", "high"))
+    return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, sum, other, lane, low, high; .reg .pred upper;
+{integers(32767)}redux.sync.add.s32 sum, sum, -1; cvt.rn.f32.s32 next, sum;
 mov.u32 lane, %laneid; {BYTES}{swaps}mov.b32 $0, low; mov.b32 $1, high; mov.b32 $2, step; mov.b32 $3, next; }}"""
 
 
@@ -128,7 +131,7 @@ def _offset(first: int) -> str:
     return text + put
 
 
-# Four floats of a lane, elements g + 8c + 32j of a group for j = 0 … 3, to: its word of the low bits (lane 4g + c: bit g of the
+# Four floats of a lane, elements g + 32c + 8j of a group for j = 0 … 3, to: its word of the low bits (lane 4g + c: bit g of the
 # 16, inputs 32c … 32c + 31), its word of the high bits, the step of the group (fp32), the sum of the group's integers (fp32).
 SLICE = gl.constexpr(_slice())
 SLICE_LETTERS = letters("rrrr", "ffff")

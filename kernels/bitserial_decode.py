@@ -13,10 +13,12 @@ from dpamoe.kernels.bitserial_planes import agreed, bring_table, decide, fetch, 
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
+    as_words,
     ask_rows,
     buffers_for,
     column_weights,
     cut,
+    lane_of,
     places,
     reads,
     room_for_sums,
@@ -33,6 +35,7 @@ from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import let_next_begin, wait_for_before
 
 _MOVE = gl.constexpr("mov.b32 $0, $1;")
+_WARP = gl.constexpr("{ .reg .b32 w; mov.u32 w, %tid.x; shr.b32 w, w, 5; shfl.sync.idx.b32 $0, w, $1, 31, 0xffffffff; }")
 
 
 @gluon.jit
@@ -75,7 +78,7 @@ def up_kernel(
     buffers = buffers_for(CAP * PIECES * MATRICES, NW, 1, 8, 1)
     routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)
     slots = look(chunks, routed, token, slot, chunks_token, chunks_slot, False, RULE, A, E, C, K_MIN, N, NW)
-    lower, upper = _inputs(x + token * x_token, IN, NW, PIECES, TIED)
+    lower, upper = _inputs(x + token * x_token, IN, NW, PIECES)
     ask_rows(buffers, planes, first_row, 0, EARLY, gl.where(is_held(expert, E), C, 0), IN, WIDTH, PIECES, MATRICES, NW, 1)
     rule, weight = (table, budget, k_max, row, column, budget_token), (planes, scales, offset, unit + expert)
     told = fetch(slots, rule, token, slot, False, RULE, C, K_MIN, COLUMNS, N, NW, EARLY > 0)
@@ -89,7 +92,8 @@ def up_kernel(
         total = _up_rows(X, Y, buffers, weight, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED)
         total = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
         result = activated(total, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
-        gl.store(hidden + pair.to(gl.int64) * WIDTH + tile * 16 + gl.arange(0, 16, result.type.layout), result)
+        own = lane_of(tile * 16 + gl.arange(0, 16, result.type.layout))
+        gl.store(hidden + pair.to(gl.int64) * WIDTH + own, result)
 
 
 @gluon.jit
@@ -114,7 +118,7 @@ def _up_rows_free(
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` where every plane has scales of its own."""
-    r, column, _ = places(NW, 0)
+    r, column, _ = places(NW)
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
@@ -143,9 +147,9 @@ def _up_rows_free(
 
 
 @gluon.jit
-def _inputs(x, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr, TIED: gl.constexpr):
+def _inputs(x, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr):
     """The row of x: of the first and of the second group of every piece."""
-    _, column, input_ = places(NW, TIED)
+    _, column, input_ = places(NW)
     X, Y = (), ()
     for p in gl.static_range(PIECES):
         start = (p * NW + column // 8) * 256 + input_
@@ -165,12 +169,21 @@ def _cut(parts, PIECES: gl.constexpr, TIED: gl.constexpr):
 
 
 @gluon.jit
+def _cut_lanes(parts, PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr):
+    """`_cut` of groups in the order of lanes."""
+    bits = ()
+    for p in gl.static_range(PIECES):
+        bits = bits + (cut(as_words(parts[p], NW, 1), TIED),)
+    return bits
+
+
+@gluon.jit
 def _up_rows_tied(
     X, Y, buffers, planes, codes, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` with tied scales, in units of the expert."""
-    r, column, _ = places(NW, TIED)
+    r, column, _ = places(NW)
     own = tied_scales_of_rows(codes, offset, row + r, column, k, IN, WIDTH, PIECES, MATRICES, NW, TIED)
     wait_for_copies(0)
     at = (row + r) * (IN // 32) + column
@@ -262,8 +275,21 @@ def _sum_of_slots(
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), row, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL and (AHEAD or not FOUND))
     written = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW) if AHEAD else every
-    whole = _down_rows(hidden, pieces, buffers, planes, most, IN, C, CAP, PIECES, NW, TIED)
+    own = _most_of_warp(packed, A, IN, PIECES)
+    whole = _down_rows(hidden, pieces, buffers, planes, most, own, IN, C, CAP, PIECES, NW, TIED)
     return whole, packed, gl.max((written != every).to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def _most_of_warp(packed, A: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr):
+    """The most planes that any slot of this warp's pairs of groups reads, another number in each warp."""
+    PAIRS: gl.constexpr = (IN + 255) // 256
+    first = gl.inline_asm_elementwise(_WARP, "=r,r", [0], gl.int32, True, 1) * PIECES
+    most = 0
+    for p in gl.static_range(0, PIECES, PIECES if PAIRS % PIECES == 0 else 1):
+        slot = gl.minimum((first + p) // PAIRS, A - 1)
+        most = gl.maximum(most, (packed >> (4 * slot)).to(gl.int32) & 15)
+    return most
 
 
 @gluon.jit
@@ -299,25 +325,24 @@ def _biases(bias, ids, gates, packed, at, ids_slot, gates_slot, A: gl.constexpr,
 
 @gluon.jit
 def _down_rows(
-    hidden, pieces, buffers, planes, most, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
+    hidden, pieces, buffers, planes, most, own_most, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr,
     PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """Sum over the slots of gate * W_k hidden, for 16 rows."""
     X, Y = (), ()
     for p in gl.static_range(PIECES):
-        k, _, _, _, source, start, _ = pieces[p]
-        X = X + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
-        start += 128
-        Y = Y + (gl.load(hidden + source + start, mask=(k > 0) & (start < IN), other=0.0, cache_modifier=".cg"),)
+        source, groups = pieces[p][4:6]
+        X = X + (gl.load(hidden + source, mask=groups > 0, other=0.0, cache_modifier=".cg"),)
+        Y = Y + (gl.load(hidden + 128 + source, mask=groups > 1, other=0.0, cache_modifier=".cg"),)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     wait_for_copies(0)
-    X, Y = _cut(X, PIECES, TIED), _cut(Y, PIECES, TIED)
+    X, Y = _cut_lanes(X, PIECES, NW, TIED), _cut_lanes(Y, PIECES, NW, TIED)
     if TIED:
         for p in gl.static_range(PIECES):
             k, of_word, at, gate, _, _, own = pieces[p]
             whole += gate * _tied_dot(X[p], Y[p], own, buffers, planes, at, k, of_word, most, p, PIECES, C, CAP)
     else:
-        found = _free_dots(X, Y, pieces, buffers, planes, most, C, CAP, PIECES, NW)
+        found = _free_dots(X, Y, pieces, buffers, planes, own_most, C, CAP, PIECES, NW)
         for p in gl.static_range(PIECES):
             whole += pieces[p][3] * found[p]
     return whole
@@ -332,7 +357,7 @@ def _free_dots(
     All warps take as many planes as any slot reads, each plane in all pieces before the next. What a slot does not read has
     scale 0; a branch around each product cost more, since those before and behind it do not overlap.
     """
-    r, column, _ = places(NW, 0)
+    r, column, _ = places(NW)
     weights = column_weights((column + r) * 0)
     zero, totals = (X[0] * 0).to(gl.float32), ()
     for p in gl.static_range(PIECES):

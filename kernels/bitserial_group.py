@@ -7,11 +7,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from dpamoe.kernels.bitserial_product import (
     activated,
     add_dots,
+    as_words,
     ask_rows,
     buffers_for,
     column_weights,
     cut,
     input_of,
+    lane_layout,
     of_warps,
     reads,
     room_for_pairs,
@@ -23,7 +25,6 @@ from dpamoe.kernels.bitserial_product import (
     with_offset,
     words_layout,
 )
-from dpamoe.kernels.bitserial_rows import lane_layout
 from dpamoe.kernels.byte_product import put_together, stored_rows, tied_rows, tied_scales_of_rows
 from dpamoe.kernels.triton_wait import wait_for_before
 
@@ -39,8 +40,7 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     warp = lane // 32 % NWK
     value = gl.load(bits + (warp * 64 + lane % 32) * 4 + register, mask=warp < there, other=0)
-    value = value.reshape([RT, NWK, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8 * NWK])
-    return gl.convert_layout(value, words_layout(NWK, RT), assert_trivial=True)
+    return as_words(value, NWK, RT)
 
 
 @gluon.jit
@@ -130,13 +130,13 @@ def _pairs(
     MATRICES: gl.constexpr = 2 if GATED else 1
     line, column = _rows_and_columns(row, 1, RT)
     weights = column_weights((column + line.to(gl.int32)) * 0)
-    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, RT, CUT, TIED)
+    rooms, given = room_for_bits(PIECES, RT, CUT), _given(bits, pair, SHARING, IN, PIECES, RT, CUT)
     wait_for_copies(0)
     if TIED and ROOM == 8:
         put_together(buffers, planes, line * (IN // 32) + column, own[1], PIECES * MATRICES, C)
     for n in range(begin, end):
         next_pair, next_k = gl.load(order + gl.minimum(n + 1, end - 1)), gl.load(ks + gl.minimum(n + 1, end - 1))
-        later = _given(bits, next_pair, SHARING, IN, PIECES, RT, CUT, TIED)
+        later = _given(bits, next_pair, SHARING, IN, PIECES, RT, CUT)
         X, Y = _in_every_warp(given, rooms, PIECES, RT, CUT, TIED)
         total = _rows(
             X, Y, own, buffers, planes, line, column, weights, k, IN, C, CAP, ROOM, WIDTH, PIECES, MATRICES, 1, RT,
@@ -273,10 +273,7 @@ def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
 
 
 @gluon.jit
-def _given(
-    rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr,
-    TIED: gl.constexpr,
-):  # fmt: skip
+def _given(rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
     """The bits of a pair's row, or (CUT) its numbers, RT groups at a time, one for each warp, as `cut` takes them."""
     if CUT:
         layout: gl.constexpr = lane_layout(RT)
@@ -284,7 +281,7 @@ def _given(
         register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
         source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
         for first in gl.static_range(0, 2 * PIECES, RT):
-            at = (first + lane // 32) * 128 + input_of(lane % 32 // 4, lane % 4, register, TIED)
+            at = (first + lane // 32) * 128 + input_of(lane % 32 // 4, lane % 4, register)
             found = found + (gl.load(source + at, mask=at < IN, other=0.0, cache_modifier=".cg"),)
     else:
         found = _both(rows, pair, SHARING, IN, PIECES, 1, RT)
@@ -301,9 +298,7 @@ def _in_every_warp(given, rooms, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl
             rooms[i].store(cut(given[i], TIED))
         for group in gl.static_range(2 * PIECES):
             own = rooms[group // RT].slice(32 * (group % RT), 32).load(gl.SliceLayout(0, whole))
-            value = own[None, :, :].broadcast_to([RT, 32, 4])
-            value = value.reshape([RT, 1, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8])
-            value = gl.convert_layout(value, words_layout(1, RT), assert_trivial=True)
+            value = as_words(own[None, :, :].broadcast_to([RT, 32, 4]), 1, RT)
             if group % 2 == 0:
                 X = X + (value,)
             else:

@@ -3,7 +3,16 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dpamoe.kernels.bitserial_product import copy, pair_places, pairs_layout, places, reads, scales_of, words_layout
+from dpamoe.kernels.bitserial_product import (
+    copy,
+    lane_layout,
+    pair_places,
+    pairs_layout,
+    places,
+    reads,
+    scales_of,
+    words_layout,
+)
 from dpamoe.kernels.byte_product import tied_scales
 from dpamoe.kernels.triton_rank import is_held
 
@@ -36,6 +45,31 @@ def _beside(value, NW: gl.constexpr):
     """One number of each warp [NW], along the middle of `pairs_layout`."""
     layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(NW)))
     return gl.convert_layout(value, layout, assert_trivial=True)[None, :, None]
+
+
+@gluon.constexpr_function
+def by_warp_and_lane(NW):
+    """`lane_layout` with a dimension for the warps, [NW, 32, 4]."""
+    return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [NW, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _in_lanes(value, NW: gl.constexpr):
+    """One number of each warp [NW], in each register of `lane_layout`."""
+    value = gl.convert_layout(value, gl.SliceLayout(1, gl.SliceLayout(2, by_warp_and_lane(NW))), assert_trivial=True)
+    whole = value[:, None, None].broadcast_to([NW, 32, 4]).reshape([32 * NW, 4])
+    return gl.convert_layout(whole, lane_layout(NW), assert_trivial=True)
+
+
+@gluon.jit
+def _groups_in_lanes(row, pair, k, IN: gl.constexpr, NW: gl.constexpr):
+    """Where lanes find the first group of a pair of groups in rows that stand in their order, and how many are to be read."""
+    layout: gl.constexpr = lane_layout(NW)
+    lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None] % 32
+    place = lane * 4 + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    source = gl.max_contiguous(gl.multiple_of(_in_lanes(row + pair * 256, NW) + place, [1, 4]), [1, 4])
+    groups = gl.minimum(_in_lanes(gl.where(k > 0, IN // 128 - 2 * pair, 0), NW), 2)
+    return source, gl.max_constancy(groups, [1, 4])
 
 
 @gluon.jit
@@ -94,8 +128,10 @@ def place_pieces(
     found, scales, offset, unit, first_input, first_row, OUT: gl.constexpr, IN: gl.constexpr, C: gl.constexpr,
     PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
-    """Of each piece: planes, also of each word, where words stand, gate, where its inputs begin, the first's number, scales."""
-    r, column, input_ = places(NW, TIED)
+    """Of each piece: planes, also of each word, where words stand, gate, where lanes find their inputs, how many groups of them
+    there are to read (both in `lane_layout`), scales.
+    """
+    r, column, _ = places(NW)
     line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
     pieces = ()
@@ -109,9 +145,9 @@ def place_pieces(
         else:
             of_row, of_pair, of_k = _beside(row, NW) + (first_row + line), _beside(pair, NW), _beside(k, NW)
             scale = scales_of(scales, offset, of_row, of_pair, own, of_k, IN, C, NW, 1)
-        source = first_input + _spread(slot, words, NW) * IN
+        source, groups = _groups_in_lanes(first_input + slot * IN, pair, k, IN, NW)
         k, row, pair = _spread(k, words, NW), _spread(row, words, NW) + (first_row + r), _spread(pair, words, NW)
         word = pair * 8 + column % 8
         at = row * (IN // 32) + word
-        pieces = pieces + ((k, reads(word, k, IN), at, _spread(gate, words, NW), source, pair * 256 + input_, scale),)
+        pieces = pieces + ((k, reads(word, k, IN), at, _spread(gate, words, NW), source, groups, scale),)
     return pieces

@@ -42,20 +42,39 @@ def words_layout(NW, RT=1):
     return gl.DistributedLinearLayout([[8, 0], [0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [16 * RT, 8 * NW])
 
 
+@gluon.constexpr_function
+def lane_layout(NW):
+    """What the lanes of NW warps hold, four registers each, [32 NW, 4]: memory in this order is read 16 bytes at a time."""
+    return gl.BlockedLayout([1, 4], [32, 1], [NW, 1], [1, 0])
+
+
 @gluon.jit
-def input_of(part, word, register, TIED: gl.constexpr):
+def as_words(value, NW: gl.constexpr, RT: gl.constexpr):
+    """A group of every warp, in the order of `lane_layout`, as words [16 RT, 8 NW]."""
+    value = value.reshape([RT, NW, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8 * NW])
+    return gl.convert_layout(value, words_layout(NW, RT), assert_trivial=True)
+
+
+@gluon.jit
+def input_of(part, word, register):
     """Which input of a group stands in a register of a lane before it is cut; part 0 to 7, word 0 to 3."""
-    return part + (32 if TIED else 8) * word + (8 if TIED else 32) * register
+    return part + 32 * word + 8 * register
 
 
 @gluon.jit
-def places(NW: gl.constexpr, TIED: gl.constexpr):
+def lane_of(input_):
+    """Where an input of a row stands among the registers of lanes, in the order of `lane_layout`: `input_of` turned round."""
+    return input_ // 128 * 128 + 16 * (input_ % 8) + 4 * (input_ // 32 % 4) + input_ // 8 % 4
+
+
+@gluon.jit
+def places(NW: gl.constexpr):
     """Of each register: its row and column in the words, and which input of a group it cuts."""
     layout: gl.constexpr = words_layout(NW)
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
     register = row // 8 + 2 * (column // 4 % 2)
-    return row, column, input_of(row % 8, column % 4, register, TIED)
+    return row, column, input_of(row % 8, column % 4, register)
 
 
 @gluon.jit

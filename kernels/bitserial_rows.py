@@ -4,15 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, look, square_layout
-from dpamoe.kernels.bitserial_product import cut, input_of
+from dpamoe.kernels.bitserial_product import cut, input_of, lane_layout
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
-
-
-@gluon.constexpr_function
-def lane_layout(NW):
-    """What the lanes of NW warps hold, four registers each, [32 NW, 4]: memory in this order is read 16 bytes at a time."""
-    return gl.BlockedLayout([1, 4], [32, 1], [NW, 1], [1, 0])
 
 
 @gluon.jit
@@ -23,7 +17,7 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexp
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     pair, values = part * NW + lane // 32, ()
     for group in gl.static_range(2):
-        at = pair * 256 + 128 * group + input_of(lane % 32 // 4, lane % 4, register, TIED)
+        at = pair * 256 + 128 * group + input_of(lane % 32 // 4, lane % 4, register)
         values = values + (gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32),)
     for group in gl.static_range(2):
         gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(values[group], TIED), mask=pair * 256 < IN)

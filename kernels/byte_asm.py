@@ -15,8 +15,7 @@ MOST = 127 * 256 + 127  # of two bytes with a sign each
 def _cut() -> str:
     adds = "".join(f"shfl.sync.bfly.b32 t, sum, {lane}, 31, -1; add.s32 sum, sum, t;\n" for lane in (4, 8, 16))
     return f"""{{ .reg .f32 most, next, step; .reg .b32 a, b, c, d, t, sum, low, high;
-{integers(MOST)}add.s32 sum, a, b; add.s32 t, c, d; add.s32 sum, sum, t;
-{adds}cvt.rn.f32.s32 next, sum;
+{integers(MOST)}{adds}cvt.rn.f32.s32 next, sum;
 add.s32 a, a, 128; add.s32 b, b, 128; add.s32 c, c, 128; add.s32 d, d, 128;
 {BYTES}xor.b32 low, low, 0x80808080;
 mov.b32 $0, high; mov.b32 $1, low; mov.b32 $2, step; mov.b32 $3, next; }}"""

@@ -147,15 +147,16 @@ def _shf_left(low, high, by):
     return ((high.astype(np.uint64) << 32 | low) << by >> 32).astype(np.uint32)
 
 
-def _cvt_to_int(value):
-    """To the nearest, ties to even; beyond the range the nearest there is, and 0 for what is no number."""
-    rounded = np.rint(_float(value).astype(np.float64))
-    return np.where(np.isnan(rounded), 0, np.clip(rounded, -(2**31), 2**31 - 1)).astype(np.int64).astype(np.uint32)
-
-
 def _fma(a, b, c):
     """fp64 holds the product, and the sum of what the kernels add: a second rounding is seen in no test."""
-    return _bits(_float(a).astype(np.float64) * _float(b) + _float(c))
+    result = _float(a).astype(np.float64) * _float(b) + _float(c)
+    return np.where(np.isnan(result), np.uint32(0x7FFFFFFF), _bits(result))
+
+
+def _rcp_ftz(value):
+    """A subnormal result is 0."""
+    result = 1 / _float(value)
+    return _bits(np.where(np.abs(result) < np.finfo(np.float32).tiny, 0 * result, result))
 
 
 def _max(a, b):
@@ -243,12 +244,11 @@ INSTRUCTIONS = {
     "max.f32": _max,
     "max.NaN.f32": _max_nan,
     "mul.f32": lambda a, b: _bits(_float(a) * _float(b)),
-    "rcp.approx.f32": lambda a: _bits(1 / _float(a)),
+    "rcp.approx.ftz.f32": _rcp_ftz,
     "fma.rn.f32": _fma,
     "mul.rn.f16x2": lambda a, b: _both(_half(a).astype(np.float32) * _half(b)),
     "fma.rn.f16x2": lambda a, b, c: _both(_half(a).astype(np.float64) * _half(b) + _half(c)),
     "cvt.rn.f16.f32": lambda a: _float(a).astype(np.float16).view(np.uint16),
-    "cvt.rni.s32.f32": _cvt_to_int,
     "cvt.rn.f32.s32": lambda a: _bits(a.view(np.int32)),
     "cvt.f32.f16": lambda a: _bits(a.view(np.float16)),
     "add.s32": lambda a, b: a + b,

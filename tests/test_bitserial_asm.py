@@ -22,7 +22,7 @@ def run(name, letters, *operands):
 def cut(x):
     """Registers of 128 inputs cut into bits: words of low and high bits, step, sum."""
     register = np.arange(4)[:, None]
-    return run("SLICE", "SLICE_LETTERS", np.asarray(x, np.float32)[G + 8 * C + 32 * register])
+    return run("SLICE", "SLICE_LETTERS", np.asarray(x, np.float32)[G + 32 * C + 8 * register])
 
 
 def integers(words):

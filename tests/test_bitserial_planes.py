@@ -29,7 +29,7 @@ def token(bits_on_cpu, random_encoded):
 @pytest.fixture
 def block(bits_on_cpu, random_encoded):
     """Function that has it written by the kernels for few pairs: (ids, gates, chunks, source) to the output of the block."""
-    up, down = random_encoded(EXPERTS, 64, 128, 128), random_encoded(EXPERTS, 64, 64, 64)
+    up, down = random_encoded(EXPERTS, 128, 128, 128), random_encoded(EXPERTS, 64, 128, 128)
     x = torch.randn(1, 128)
 
     def run(ids, gates, chunks, source):
