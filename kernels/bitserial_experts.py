@@ -163,7 +163,7 @@ def _of_experts(x: Tensor, ids: Tensor, gates: Tensor, chunks: Tensor, block: tu
 
 
 def _cut_rows(rows: Tensor, weight: EncodedWeight) -> Tensor:
-    """The bits of rows that are multiplied by a weight, int32 [P, .]."""
+    """The bits of rows that are multiplied by a weight, int32 [P, .]; rows: fp32, in the order of lanes."""
     pairs, inputs = rows.shape
     bits = torch.empty(pairs, 256 * pieces_of(inputs, 1), dtype=torch.int32, device=rows.device)
     cut_kernel[(pairs, pieces_of(inputs, 4))](

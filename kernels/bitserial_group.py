@@ -12,8 +12,8 @@ from dpamoe.kernels.bitserial_product import (
     buffers_for,
     column_weights,
     cut,
-    input_of,
     lane_layout,
+    lane_of,
     of_warps,
     reads,
     room_for_pairs,
@@ -53,9 +53,9 @@ def group_kernel(
     """16 RT rows (GATED: of both halves) of an expert for all its pairs: out[pair, row] = act(W_k x + bias).
 
     bits: of row pair // SHARING, as `bitserial_rows` leaves them, or (CUT, where a warp has all inputs) rows of fp32 that are
-    cut here. A program takes one of entries; the last tile may overlap. AHEAD: planes are asked for at once: the kernel before
-    lets this one begin after its own wait, when order and ks are there. ROOM: for planes, of which CAP are copied; 8: with tied
-    scales numbers take their place.
+    cut here. Those, and out where warps share inputs, stand in the order of lanes (`lane_of`). A program takes one of entries;
+    the last tile may overlap. AHEAD: planes are asked for at once: the kernel before lets this one begin after its own wait,
+    when order and ks are there. ROOM: for planes, of which CAP are copied; 8: with tied scales numbers take their place.
     """
     WIDTH: gl.constexpr = OUT // 2 if GATED else OUT
     MATRICES: gl.constexpr = 2 if GATED else 1
@@ -155,7 +155,10 @@ def _shared_pairs(
     IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, ROOM: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
     GATED: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
-    """16 rows, the inputs of which NW warps share, for pairs begin … end - 1; the sums of NW pairs are exchanged at once."""
+    """16 rows, the inputs of which NW warps share, for pairs begin … end - 1; the sums of NW pairs are exchanged at once.
+
+    out: as the second product reads it, every group of 128 in the order of lanes (`lane_of`).
+    """
     MATRICES: gl.constexpr = 2 if GATED else 1
     line, column = _rows_and_columns(row, NW, 1)
     weights, room = column_weights((column + line.to(gl.int32)) * 0), room_for_pairs(MATRICES, NW)
@@ -179,7 +182,7 @@ def _shared_pairs(
             place = gl.arange(0, 16 * NW, result.type.layout)
             there = place // 16 <= number
             own_pair = gl.load(order + (n - number + place // 16), mask=there, other=0)
-            gl.store(out + tile + (own_pair * WIDTH + place % 16), result.to(out.dtype.element_ty), mask=there)
+            gl.store(out + (own_pair * WIDTH + lane_of(tile + place % 16)), result.to(out.dtype.element_ty), mask=there)
         k, X, Y = next_k, later[0], later[1]
 
 
@@ -274,14 +277,14 @@ def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
 
 @gluon.jit
 def _given(rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
-    """The bits of a pair's row, or (CUT) its numbers, RT groups at a time, one for each warp, as `cut` takes them."""
+    """The bits of a pair's row, or (CUT) its numbers in the order of lanes, RT groups at a time, one for each warp."""
     if CUT:
         layout: gl.constexpr = lane_layout(RT)
         lane = gl.arange(0, 32 * RT, gl.SliceLayout(1, layout))[:, None]
         register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
         source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
         for first in gl.static_range(0, 2 * PIECES, RT):
-            at = (first + lane // 32) * 128 + input_of(lane % 32 // 4, lane % 4, register)
+            at = first * 128 + lane * 4 + register
             found = found + (gl.load(source + at, mask=at < IN, other=0.0, cache_modifier=".cg"),)
     else:
         found = _both(rows, pair, SHARING, IN, PIECES, 1, RT)

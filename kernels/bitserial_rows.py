@@ -10,14 +10,18 @@ from dpamoe.kernels.triton_wait import wait_for_before
 
 
 @gluon.jit
-def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr):
-    """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` has them."""
+def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, LANES: gl.constexpr):
+    """Write the bits of inputs 256 NW `part` on: int32 [IN / 256, 2 groups, 32 lanes, 4], as `bitserial_asm.SLICE` has them.
+
+    LANES: x stands in the order of lanes (`lane_of`).
+    """
     layout: gl.constexpr = lane_layout(NW)
     lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
     register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
     pair, values = part * NW + lane // 32, ()
     for group in gl.static_range(2):
-        at = pair * 256 + 128 * group + input_of(lane % 32 // 4, lane % 4, register)
+        own = lane % 32 * 4 + register if LANES else input_of(lane % 32 // 4, lane % 4, register)
+        at = pair * 256 + 128 * group + own
         values = values + (gl.load(x + at, mask=at < IN, other=0.0, cache_modifier=".cg").to(gl.float32),)
     for group in gl.static_range(2):
         gl.store(bits + ((pair * 2 + group) * 32 + lane % 32) * 4 + register, cut(values[group], TIED), mask=pair * 256 < IN)
@@ -25,10 +29,10 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexp
 
 @gluon.jit
 def cut_kernel(x, bits, x_row, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr, PDL: gl.constexpr):
-    """Cut row program_id(0) of x into bits, 256 NW inputs from 256 NW program_id(1) on."""
+    """Cut row program_id(0) of x, in the order of lanes, into bits, 256 NW inputs from 256 NW program_id(1) on."""
     wait_for_before(PDL)
     row = gl.program_id(0).to(gl.int64)
-    cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW, TIED)
+    cut_row(x + row * x_row, bits + row * ((IN + 255) // 256 * 256), gl.program_id(1), IN, NW, TIED, True)
 
 
 @gluon.jit
@@ -96,7 +100,7 @@ def order_kernel(
     bring_table(table, row, (part == PARTS) & (token == 0), E, RULE, NW)
     wait_for_before(PDL)
     if part < PARTS:
-        cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED)
+        cut_row(x + token * x_token, bits + token * ((IN + 255) // 256 * 256), part, IN, NW, TIED, False)
     else:
         slot = gl.arange(0, N, gl.SliceLayout(0, square_layout(N, NW)))
         routed = (gates, ids, gates_token, gates_slot, ids_token, ids_slot)

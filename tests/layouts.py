@@ -32,3 +32,8 @@ def once(places, *shape):
     places = places.reshape(-1, len(shape))
     number = sum(places[:, i] * int(torch.tensor(shape[i + 1 :]).prod()) for i in range(len(shape)))
     return torch.equal(number.sort().values, torch.arange(int(torch.tensor(shape).prod())))
+
+
+def in_lanes(rows):
+    """Rows, every group of 128 in the order of lanes: input 32c + 8j + g of a group in register j of lane 4g + c."""
+    return rows.unflatten(-1, (-1, 4, 4, 8)).permute(0, 1, 4, 2, 3).flatten(1).contiguous()

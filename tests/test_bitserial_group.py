@@ -9,6 +9,7 @@ from dpamoe.kernels import grouped
 from dpamoe.kernels.reference import is_gated
 
 from .in_fp64 import error
+from .layouts import in_lanes
 from .marks import some_slow
 
 ERROR = 1e-4  # of the norm: inputs of both products have 16 bits, of the largest of their group
@@ -71,7 +72,8 @@ def test_rows_are_cut_alike_by_each_tile_and_by_a_kernel_for_it(bits_on_cpu, ran
     ids, chunks = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[3, 1], [2, 3]], dtype=torch.int32)
     _, by = bits_on_cpu.order_pairs(rows, ids, chunks, weight, None)
     found = torch.zeros(2, 4, 64)
-    for given, out in zip((rows, bits_on_cpu._cut_rows(rows, weight)), found, strict=True):
+    lanes = in_lanes(rows)
+    for given, out in zip((lanes, bits_on_cpu._cut_rows(lanes, weight)), found, strict=True):
         bits_on_cpu._group(given, by, weight, None, out, 1, "", along=1, tiles=4, programs=4, ahead=True)
     assert torch.equal(*found)
     expected = grouped.expert_matmul(rows.view(2, 2, inner).double(), ids, chunks, weight, None).flatten(0, 1)
