@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, place_pieces
+from dpamoe.kernels.bitserial_pieces import ask_pieces, find_pieces, give_planes, most_of_warp, place_pieces
 from dpamoe.kernels.bitserial_planes import agreed, bring_table, decide, fetch, keep_planes, look
 from dpamoe.kernels.bitserial_product import (
     activated,
@@ -35,7 +35,6 @@ from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import let_next_begin, wait_for_before
 
 _MOVE = gl.constexpr("mov.b32 $0, $1;")
-_WARP = gl.constexpr("{ .reg .b32 w; mov.u32 w, %tid.x; shr.b32 w, w, 5; shfl.sync.idx.b32 $0, w, $1, 31, 0xffffffff; }")
 
 
 @gluon.jit
@@ -275,21 +274,9 @@ def _sum_of_slots(
     pieces = place_pieces(found, scales, offset, unit, token * (A * IN), row, OUT, IN, C, PIECES, NW, TIED)
     wait_for_before(PDL and (AHEAD or not FOUND))
     written = _planes_of(slots, A, N, E, C, K_MIN, AHEAD, NW) if AHEAD else every
-    own = _most_of_warp(packed, A, IN, PIECES)
+    own = most_of_warp(packed, A, IN, PIECES)
     whole = _down_rows(hidden, pieces, buffers, planes, most, own, IN, C, CAP, PIECES, NW, TIED)
     return whole, packed, gl.max((written != every).to(gl.int32), 0) > 0
-
-
-@gluon.jit
-def _most_of_warp(packed, A: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr):
-    """The most planes that any slot of this warp's pairs of groups reads, another number in each warp."""
-    PAIRS: gl.constexpr = (IN + 255) // 256
-    first = gl.inline_asm_elementwise(_WARP, "=r,r", [0], gl.int32, True, 1) * PIECES
-    most = 0
-    for p in gl.static_range(0, PIECES, PIECES if PAIRS % PIECES == 0 else 1):
-        slot = gl.minimum((first + p) // PAIRS, A - 1)
-        most = gl.maximum(most, (packed >> (4 * slot)).to(gl.int32) & 15)
-    return most
 
 
 @gluon.jit
@@ -354,8 +341,9 @@ def _free_dots(
 ):  # fmt: skip
     """What every pair of groups of each warp adds, scales of its own for every plane.
 
-    All warps take as many planes as any slot reads, each plane in all pieces before the next. What a slot does not read has
-    scale 0; a branch around each product cost more, since those before and behind it do not overlap.
+    A warp takes as many planes as any of its own slots reads (`most`), each plane in all pieces before the next: no warp may
+    wait for the others in here. What a slot does not read has scale 0; a branch around each product cost more, since those
+    before and behind it do not overlap.
     """
     r, column, _ = places(NW)
     weights = column_weights((column + r) * 0)

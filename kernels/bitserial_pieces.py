@@ -16,6 +16,9 @@ from dpamoe.kernels.bitserial_product import (
 from dpamoe.kernels.byte_product import tied_scales
 from dpamoe.kernels.triton_rank import is_held
 
+# the number of a warp, the same in all its lanes for the compiler, too
+_WARP = gl.constexpr("{ .reg .b32 w; mov.u32 w, %tid.x; shr.b32 w, w, 5; shfl.sync.idx.b32 $0, w, $1, 31, 0xffffffff; }")
+
 
 @gluon.constexpr_function
 def own_copy_layout(NW):
@@ -102,6 +105,18 @@ def give_planes(found, packed, PIECES: gl.constexpr):
         k = (packed >> (4 * slot)).to(gl.int32) & most
         known = known + ((k, expert, slot, pair, gl.where(k > 0, gate, 0.0)),)
     return known
+
+
+@gluon.jit
+def most_of_warp(packed, A: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr):
+    """The most planes that any slot of this warp's pairs of groups reads, another number in each warp."""
+    PAIRS: gl.constexpr = (IN + 255) // 256
+    first = gl.inline_asm_elementwise(_WARP, "=r,r", [0], gl.int32, True, 1) * PIECES
+    most = 0
+    for p in gl.static_range(0, PIECES, PIECES if PAIRS % PIECES == 0 else 1):
+        slot = gl.minimum((first + p) // PAIRS, A - 1)
+        most = gl.maximum(most, (packed >> (4 * slot)).to(gl.int32) & 15)
+    return most
 
 
 @gluon.jit

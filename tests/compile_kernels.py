@@ -86,6 +86,7 @@ def compile_for(card, kernel, constants, types=None, source=ASTSource, multiples
     facts["registers"] = max(map(int, re.findall(r"REG:(\d+)", listing)))
     facts["loads"] = len(re.findall(r"\bLDG\.", re.split(r"\bDEPBAR\.LE\b", listing)[0]))
     facts["ahead"] = len(re.findall(r"\bLDG\.E\s", "".join(re.split(r"\bLDGSTS\.", listing)[:ASKED])))
+    facts["barriers"] = len(re.findall(r"\bBAR\.", "".join(re.split(r"\bBMMA\b", listing)[1:-1])))
     facts["halves"] = len(re.findall(r"\bLDG\.E\.U16\b", re.split(r"\bLDGSTS\.", listing)[0]))
     facts["unwaited"] = len(re.findall(r"\bLDGSTS\.", re.split(r"\bACQBULK\b", listing)[0]))
     facts["agreed"] = len(re.findall(r"ttg\.local_store %\w+, %\w+ : tensor<\d+xi32,", made.asm["ttgir"]))

@@ -53,7 +53,7 @@ def kernels():
         linecache.cache[label] = (len(source), None, source.splitlines(True), label)  # the interpreter reads sources
         exec(compile(source, label, "exec"), names)
     names["by_warp"] = lambda layout, warps: None  # takes a layout apart
-    names["_most_of_warp"] = _most_of_all
+    names["most_of_warp"] = _most_of_all
     return SimpleNamespace(**names)
 
 
