@@ -91,8 +91,7 @@ def up_kernel(
         total = _up_rows(X, Y, buffers, weight, first_row, k, IN, C, CAP, NW, WIDTH, PIECES, MATRICES, TIED)
         total = summed(total, room_for_sums(MATRICES, NW), MATRICES, NW)
         result = activated(total, bias, first_row, 16, WIDTH, GATED, BIAS, ACT)
-        own = lane_of(tile * 16 + gl.arange(0, 16, result.type.layout))
-        gl.store(hidden + pair.to(gl.int64) * WIDTH + own, result)
+        gl.store(hidden + pair.to(gl.int64) * WIDTH + lane_of(tile * 16 + gl.arange(0, 16, result.type.layout)), result)
 
 
 @gluon.jit
