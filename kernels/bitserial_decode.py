@@ -18,6 +18,7 @@ from dpamoe.kernels.bitserial_product import (
     buffers_for,
     column_weights,
     cut,
+    input_of,
     lane_of,
     places,
     reads,
@@ -116,7 +117,7 @@ def _up_rows_free(
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` where every plane has scales of its own."""
-    r, column, _ = places(NW)
+    r, column = places(NW)
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
@@ -147,7 +148,8 @@ def _up_rows_free(
 @gluon.jit
 def _inputs(x, IN: gl.constexpr, NW: gl.constexpr, PIECES: gl.constexpr):
     """The row of x: of the first and of the second group of every piece."""
-    _, column, input_ = places(NW)
+    r, column = places(NW)
+    input_ = input_of(r % 8, column % 4, r // 8 + 2 * (column // 4 % 2))
     X, Y = (), ()
     for p in gl.static_range(PIECES):
         start = (p * NW + column // 8) * 256 + input_
@@ -167,21 +169,12 @@ def _cut(parts, PIECES: gl.constexpr, TIED: gl.constexpr):
 
 
 @gluon.jit
-def _cut_lanes(parts, PIECES: gl.constexpr, NW: gl.constexpr, TIED: gl.constexpr):
-    """`_cut` of groups in the order of lanes."""
-    bits = ()
-    for p in gl.static_range(PIECES):
-        bits = bits + (cut(as_words(parts[p], NW, 1), TIED),)
-    return bits
-
-
-@gluon.jit
 def _up_rows_tied(
     X, Y, buffers, planes, codes, offset, row, k, IN: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, NW: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr, TIED: gl.constexpr,
 ):  # fmt: skip
     """`_up_rows` with tied scales, in units of the expert."""
-    r, column, _ = places(NW)
+    r, column = places(NW)
     own = tied_scales_of_rows(codes, offset, row + r, column, k, IN, WIDTH, PIECES, MATRICES, NW, TIED)
     wait_for_copies(0)
     at = (row + r) * (IN // 32) + column
@@ -318,11 +311,12 @@ def _down_rows(
     X, Y = (), ()
     for p in gl.static_range(PIECES):
         source, groups = pieces[p][4:6]
-        X = X + (gl.load(hidden + source, mask=groups > 0, other=0.0, cache_modifier=".cg"),)
-        Y = Y + (gl.load(hidden + 128 + source, mask=groups > 1, other=0.0, cache_modifier=".cg"),)
+        x = gl.load(hidden + source, mask=groups > 0, other=0.0, cache_modifier=".cg")
+        y = gl.load(hidden + 128 + source, mask=groups > 1, other=0.0, cache_modifier=".cg")
+        X, Y = X + (as_words(x, NW, 1),), Y + (as_words(y, NW, 1),)
     whole = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     wait_for_copies(0)
-    X, Y = _cut_lanes(X, PIECES, NW, TIED), _cut_lanes(Y, PIECES, NW, TIED)
+    X, Y = _cut(X, PIECES, TIED), _cut(Y, PIECES, TIED)
     if TIED:
         for p in gl.static_range(PIECES):
             k, of_word, at, gate, _, _, own = pieces[p]
@@ -344,7 +338,7 @@ def _free_dots(
     wait for the others in here. What a slot does not read has scale 0; a branch around each product cost more, since those
     before and behind it do not overlap.
     """
-    r, column, _ = places(NW)
+    r, column = places(NW)
     weights = column_weights((column + r) * 0)
     zero, totals = (X[0] * 0).to(gl.float32), ()
     for p in gl.static_range(PIECES):

@@ -12,8 +12,8 @@ from dpamoe.kernels.bitserial_product import (
     buffers_for,
     column_weights,
     cut,
-    lane_layout,
     lane_of,
+    lane_places,
     of_warps,
     reads,
     room_for_pairs,
@@ -35,9 +35,7 @@ def _sliced(bits, there, NWK: gl.constexpr, RT: gl.constexpr):
 
     there: how many warps have inputs.
     """
-    layout: gl.constexpr = lane_layout(NWK * RT)
-    lane = gl.arange(0, 32 * NWK * RT, gl.SliceLayout(1, layout))[:, None]
-    register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    lane, register = lane_places(NWK * RT)
     warp = lane // 32 % NWK
     value = gl.load(bits + (warp * 64 + lane % 32) * 4 + register, mask=warp < there, other=0)
     return as_words(value, NWK, RT)
@@ -279,9 +277,7 @@ def room_for_bits(PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
 def _given(rows, pair, SHARING: gl.constexpr, IN: gl.constexpr, PIECES: gl.constexpr, RT: gl.constexpr, CUT: gl.constexpr):
     """The bits of a pair's row, or (CUT) its numbers in the order of lanes, RT groups at a time, one for each warp."""
     if CUT:
-        layout: gl.constexpr = lane_layout(RT)
-        lane = gl.arange(0, 32 * RT, gl.SliceLayout(1, layout))[:, None]
-        register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+        lane, register = lane_places(RT)
         source, found = rows + (pair // SHARING).to(gl.int64) * IN, ()
         for first in gl.static_range(0, 2 * PIECES, RT):
             at = first * 128 + lane * 4 + register

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from dpamoe.kernels.bitserial_product import (
     copy,
     lane_layout,
+    lane_places,
     pair_places,
     pairs_layout,
     places,
@@ -67,9 +68,8 @@ def _in_lanes(value, NW: gl.constexpr):
 @gluon.jit
 def _groups_in_lanes(row, pair, k, IN: gl.constexpr, NW: gl.constexpr):
     """Where lanes find the first group of a pair of groups in rows that stand in their order, and how many are to be read."""
-    layout: gl.constexpr = lane_layout(NW)
-    lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None] % 32
-    place = lane * 4 + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    lane, register = lane_places(NW)
+    place = lane % 32 * 4 + register
     source = gl.max_contiguous(gl.multiple_of(_in_lanes(row + pair * 256, NW) + place, [1, 4]), [1, 4])
     groups = gl.minimum(_in_lanes(gl.where(k > 0, IN // 128 - 2 * pair, 0), NW), 2)
     return source, gl.max_constancy(groups, [1, 4])
@@ -146,7 +146,7 @@ def place_pieces(
     """Of each piece: planes, also of each word, where words stand, gate, where lanes find their inputs, how many groups of them
     there are to read (both in `lane_layout`), scales.
     """
-    r, column, _ = places(NW)
+    r, column = places(NW)
     line, _, own = pair_places(NW, 1)
     words: gl.constexpr = words_layout(NW)
     pieces = ()

@@ -49,6 +49,14 @@ def lane_layout(NW):
 
 
 @gluon.jit
+def lane_places(NW: gl.constexpr):
+    """Lane, of all warps, and register in `lane_layout`, each along its dimension."""
+    layout: gl.constexpr = lane_layout(NW)
+    lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
+    return lane, gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
 def as_words(value, NW: gl.constexpr, RT: gl.constexpr):
     """A group of every warp, in the order of `lane_layout`, as words [16 RT, 8 NW]."""
     value = value.reshape([RT, NW, 8, 4, 2, 2]).permute([0, 5, 2, 1, 4, 3]).reshape([16 * RT, 8 * NW])
@@ -69,12 +77,10 @@ def lane_of(input_):
 
 @gluon.jit
 def places(NW: gl.constexpr):
-    """Of each register: its row and column in the words, and which input of a group it cuts."""
+    """Of each register: its row and column in the words."""
     layout: gl.constexpr = words_layout(NW)
     row = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
-    register = row // 8 + 2 * (column // 4 % 2)
-    return row, column, input_of(row % 8, column % 4, register)
+    return row, gl.arange(0, 8 * NW, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dpamoe.kernels.bitserial_planes import bring_table, decide, fetch, look, square_layout
-from dpamoe.kernels.bitserial_product import cut, input_of, lane_layout
+from dpamoe.kernels.bitserial_product import cut, input_of, lane_places
 from dpamoe.kernels.triton_rank import is_held
 from dpamoe.kernels.triton_wait import wait_for_before
 
@@ -15,9 +15,7 @@ def cut_row(x, bits, part, IN: gl.constexpr, NW: gl.constexpr, TIED: gl.constexp
 
     LANES: x stands in the order of lanes (`lane_of`).
     """
-    layout: gl.constexpr = lane_layout(NW)
-    lane = gl.arange(0, 32 * NW, gl.SliceLayout(1, layout))[:, None]
-    register = gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+    lane, register = lane_places(NW)
     pair, values = part * NW + lane // 32, ()
     for group in gl.static_range(2):
         own = lane % 32 * 4 + register if LANES else input_of(lane % 32 // 4, lane % 4, register)

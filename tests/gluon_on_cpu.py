@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from dpamoe.kernels import bitserial_product, bitserial_rows
+from dpamoe.kernels import bitserial_product
 
 from . import layouts, ptx
 
@@ -179,7 +179,7 @@ def _assembly(code, letters, arguments, dtype, is_pure, pack):
     arrays = np.broadcast_arrays(*(argument.handle.data for argument in arguments))
     rows, columns = shape = arrays[0].shape
     if columns == 4:
-        layout = bitserial_rows.lane_layout(rows // 32)
+        layout = bitserial_product.lane_layout(rows // 32)
     else:
         layout = bitserial_product.words_layout(columns // 8, rows // 16)
     place = tuple(layouts.held(layout).movedim(-1, 0).movedim(-1, 1).numpy())  # each [registers, warps, lanes]

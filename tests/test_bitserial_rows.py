@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from dpamoe.kernels import bitserial_product, bitserial_rows
+from dpamoe.kernels import bitserial_product
 
 from .layouts import held, in_lanes, once
 from .marks import some_slow
@@ -70,7 +70,7 @@ def test_pairs_in_the_order_of_their_experts(bits_on_cpu, random_encoded, expert
 @pytest.mark.parametrize("warps, tiles", [(8, 1), (4, 1), (1, 4)])
 def test_what_lanes_left_is_found_in_the_order_of_words(warps, tiles):
     """`bitserial_group` reshapes registers [32 lanes, 4] to words; each stays in its lane and register."""
-    left = held(bitserial_rows.lane_layout(warps * tiles))
+    left = held(bitserial_product.lane_layout(warps * tiles))
     assert once(left, 32 * warps * tiles, 4)
     number = torch.arange(32 * warps * tiles * 4).reshape(-1, 4)
     words = number.reshape(tiles, warps, 8, 4, 2, 2).permute(0, 5, 2, 1, 4, 3).reshape(16 * tiles, 8 * warps)
