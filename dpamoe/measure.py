@@ -39,6 +39,17 @@ def microseconds(calls: Sequence[Call], device: torch.device) -> float:
             return _replayed(calls) / len(calls)
 
 
+def microseconds_in_turn(jobs: Sequence[Sequence[Call]], device: torch.device, rounds: int) -> list[float]:
+    """As `microseconds`, for each of several jobs, in rounds in which each runs once: what drifts drifts for all of them."""
+    if device.type != "cuda":
+        return [microseconds(calls, device) for calls in jobs]
+    with torch.no_grad(), torch.cuda.device(device):
+        graphs = [_captured(calls) for calls in jobs]
+        replays = [_replays(graph) for graph in graphs]
+        found = [[_replay(*job) for job in zip(graphs, replays, strict=True)] for _ in range(rounds)]
+    return [median(times) / len(calls) for times, calls in zip(zip(*found, strict=True), jobs, strict=True)]
+
+
 def _wall_clock(calls: Sequence[Call]) -> float:
     for call in calls:
         call()
@@ -56,9 +67,13 @@ def seconds(run: Call, device: torch.device) -> float:
 
 def _replayed(calls: Sequence[Call]) -> float:
     graph = _captured(calls)
-    first = _replay(graph, 1)
-    replays = max(1, min(MOST_REPLAYS, round(REPEAT_SECONDS * 1e6 / first)))
+    replays = _replays(graph)
     return median(_replay(graph, replays) for _ in range(REPEATS))
+
+
+def _replays(graph: torch.cuda.CUDAGraph) -> int:
+    """How many replays a repeat takes."""
+    return max(1, min(MOST_REPLAYS, round(REPEAT_SECONDS * 1e6 / _replay(graph, 1))))
 
 
 def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -14,6 +14,7 @@ from dpamoe.bench import call, compiled
 from dpamoe.modules import layer_shape
 from dpamoe.spec import SpendSpec
 
+ROUNDS = 15
 SPENDS = {"exact": {}, "threshold": {"allocator": "threshold"}, "uniform": {"allocation": "uniform"}}
 
 
@@ -34,12 +35,12 @@ def row_of(layers, tokens: int, budget: float, name: str, device) -> tuple[str, 
         layer.set_spend(SpendSpec(budget, **SPENDS[name]))
     inputs = [synthetic.routing(layers[0].site, tokens, device, seed) for seed in range(len(layers))]
     chunks = [layer.allocate(*own[1:]) for layer, own in zip(layers, inputs, strict=True)]
-    times = []
+    jobs = []
     nothing = [()] * len(layers)
     for function, more in ((given, [(own,) for own in chunks]), (allocated, nothing), (call, nothing)):
         run = compiled(device, function)
-        calls = [partial(run, layer, *own, *planes) for layer, own, planes in zip(layers, inputs, more, strict=True)]
-        times.append(measure.microseconds(calls, device))
+        jobs.append([partial(run, layer, *own, *planes) for layer, own, planes in zip(layers, inputs, more, strict=True)])
+    times = measure.microseconds_in_turn(jobs, device, ROUNDS)
     mean = float(torch.stack(chunks).float().mean())
     more = (f"{us:.2f} ({us - times[0]:+.2f})" for us in times[1:])
     return str(tokens), name, f"{mean:.3f}", f"{times[0]:.2f}", *more
