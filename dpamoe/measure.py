@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -41,19 +42,28 @@ def microseconds(calls: Sequence[Call], device: torch.device) -> float:
 
 def microseconds_in_turn(jobs: Sequence[Sequence[Call]], device: torch.device, rounds: int) -> list[float]:
     """As `microseconds`, for each of several jobs, in rounds in which each runs once: what drifts drifts for all of them."""
-    if device.type != "cuda":
-        return [microseconds(calls, device) for calls in jobs]
-    with torch.no_grad(), torch.cuda.device(device):
-        graphs = [_captured(calls) for calls in jobs]
-        replays = [_replays(graph) for graph in graphs]
-        found = [[_replay(*job) for job in zip(graphs, replays, strict=True)] for _ in range(rounds)]
+    with torch.no_grad(), torch.cuda.device(device if device.type == "cuda" else -1):
+        runs = [_graph_run(calls) if device.type == "cuda" else _plain_run(calls) for calls in jobs]
+        found = [[run() for run in runs] for _ in range(rounds)]
     return [median(times) / len(calls) for times, calls in zip(zip(*found, strict=True), jobs, strict=True)]
 
 
-def _wall_clock(calls: Sequence[Call]) -> float:
+def _graph_run(calls: Sequence[Call]) -> Callable[[], float]:
+    """What replays all calls as often as a repeat takes and returns the time of one replay, µs."""
+    graph = _captured(calls)
+    return partial(_replay, graph, _replays(graph))
+
+
+def _plain_run(calls: Sequence[Call]) -> Callable[[], float]:
+    """What makes all calls, which were made before, once and returns the time, µs."""
     for call in calls:
         call()
-    return 1e6 * median(seconds(lambda: [call() for call in calls], torch.device("cpu")) for _ in range(3))
+    return lambda: 1e6 * seconds(lambda: [call() for call in calls], torch.device("cpu"))
+
+
+def _wall_clock(calls: Sequence[Call]) -> float:
+    run = _plain_run(calls)
+    return median(run() for _ in range(3))
 
 
 def seconds(run: Call, device: torch.device) -> float:
@@ -66,9 +76,8 @@ def seconds(run: Call, device: torch.device) -> float:
 
 
 def _replayed(calls: Sequence[Call]) -> float:
-    graph = _captured(calls)
-    replays = _replays(graph)
-    return median(_replay(graph, replays) for _ in range(REPEATS))
+    run = _graph_run(calls)
+    return median(run() for _ in range(REPEATS))
 
 
 def _replays(graph: torch.cuda.CUDAGraph) -> int:

@@ -276,11 +276,10 @@ def _planes_of(
     slots, A: gl.constexpr, N: gl.constexpr, E: gl.constexpr, C: gl.constexpr, K_MIN: gl.constexpr, AHEAD: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Planes of a token's slots by chunks, int32 [N]; AHEAD: from 0 to C, whatever stands there, read anew each time."""
+    """Planes of a token's slots by chunks, int32 [N]; AHEAD: read anew each time."""
     chunks, routed, token, chunks_token, chunks_slot = slots
     seen = look(chunks, routed, token, 0, chunks_token, chunks_slot, True, "given", A, E, C, K_MIN, N, NW, AHEAD)
-    k = decide(seen, (), 0, True, "given", C, K_MIN, N, NW)
-    return gl.minimum(gl.maximum(k, 0), C) if AHEAD else k
+    return decide(seen, (), 0, True, "given", C, K_MIN, N, NW)
 
 
 @gluon.jit

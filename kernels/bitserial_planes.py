@@ -77,8 +77,8 @@ def look(
     """What a rule sees of a token's slots, for `fetch` and `decide`.
 
     ALL: of N of them, A as a power of two, 16 at most, from `first` on, which is 0; else of one, `first`, in scalars.
-    routed: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k, read anew each time if AGAIN; "threshold",
-    "rank": experts and gates.
+    routed: gates, ids, and their strides. RULE "given": of chunks, int32 [T, A], k, read anew each time if AGAIN, and later
+    brought into 0 … C; "threshold", "rank": experts and gates.
     """
     if RULE == "rank":
         slot, _, own_slot, _ = _steps(first, ALL, C, K_MIN, N, NW)
@@ -140,7 +140,7 @@ def decide(
     elif RULE == "threshold":
         k = gl.where(slots[1], gl.minimum(count_above(slots[2], told[0]), told[1].to(gl.int32)), 0)
     else:
-        k = gl.where(slots[0], slots[1], 0).to(gl.int32)
+        k = gl.minimum(gl.maximum(gl.where(slots[0], slots[1], 0).to(gl.int32), 0), C)
     return k
 
 

@@ -189,6 +189,7 @@ def _expert_matmul(
     """Rows times the first k planes of their expert's weight: out[t, a] = W_k[expert] x (+ bias[expert]).
 
     x float [T, I] or [T, A, I]; expert_ids int [T, A]; chunks int [T, A], k of each pair, 0 gives zeros; bias [E, O].
+    On a GPU, where nobody waits to look at them, more planes than there are mean all, fewer than 0 none; on a CPU they raise.
     Returns [T, A, O] in the dtype of x, accumulated in fp32. Raises ValueError on shapes that do not fit.
     """
     weight = EncodedWeight(planes, scales, offset, unit, x.shape[-1], group_size)
@@ -223,7 +224,8 @@ def _expert_ffn(
 ) -> Tensor:  # fmt: skip
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
-    x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`. Returns [T, H_out] in
+    x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`; chunks out of range as in
+    `expert_matmul`. Returns [T, H_out] in
     the dtype of x, accumulated in fp32, always in one order. one_k: the caller's guess that all pairs of an expert
     have the same k, by which kernels may choose how they cut their work; a wrong guess costs time alone. Raises ValueError on
     shapes that do not fit.
@@ -318,7 +320,8 @@ def _routed_ffn(
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
-    if convex and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
+    whole = residuals.dim() == 2 and residuals.shape[1] > max(len(up_planes), len(down_planes))  # a column for each
+    if convex and whole and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
         check_table(seen, expert_ids, residuals, k_min)
         check_spent(spent, residuals.shape[1])
         source = allocation.Allocation(seen, residuals, budget, k_max, k_min, spent)

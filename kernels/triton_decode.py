@@ -116,7 +116,7 @@ def _planes_of_pair(
         gate = tl.load(gates + token * gates_token + slot * gates_slot)
         k = planes_above(gate, expert, table, k_max, E, table_row, table_column, COLUMNS)
     else:
-        k = tl.load(given)
+        k = tl.minimum(tl.load(given), C)
     return k
 
 
@@ -162,12 +162,14 @@ def up_kernel(
 
 
 @triton.jit
-def _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A: tl.constexpr, E: tl.constexpr):
+def _slots(
+    ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A: tl.constexpr, E: tl.constexpr, C: tl.constexpr
+):
     """Expert and k of some slots of a token; 0 and 0 for those that hold none."""
     expert = tl.load(ids + token * ids_token + slot * ids_slot, mask=slot < A, other=E).to(tl.int32)
     k = tl.load(chunks + token * chunks_token + slot * chunks_slot, mask=slot < A, other=0)
     held = (expert >= 0) & (expert < E)
-    return tl.where(held, expert, 0), tl.where(held, k, 0)
+    return tl.where(held, expert, 0), tl.where(held, tl.minimum(k, C), 0)
 
 
 @triton.jit
@@ -185,10 +187,10 @@ def down_kernel(
     total = tl.zeros((ROWS, UNITS, 1), tl.float32)
     for first in range(0, A * blocks, UNITS):
         number = first + tl.arange(0, UNITS)[None, :, None]
-        expert, k = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, number // blocks, A, E)
+        expert, k = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, number // blocks, A, E, C)
         flat = first + tl.arange(0, UNITS)
         slot, at = flat // blocks, (flat % blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        _, read = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A, E)
+        _, read = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A, E, C)
         gate = tl.load(gates + token * gates_token + slot * gates_slot, mask=read > 0, other=0.0).to(tl.float32)
         value = tl.load(x + (token * A + slot)[:, None] * IN + at, mask=(at < IN) & (read > 0)[:, None], other=0.0)
         ready, sums, factor = prepare(value.to(tl.float32), UNITS, BLOCK // 32, ASM)
@@ -199,7 +201,7 @@ def down_kernel(
     result = tl.sum(total, 1, keep_dims=True)
     if BIAS:
         for slot in range(A):
-            expert, k = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A, E)
+            expert, k = _slots(ids, chunks, ids_token, ids_slot, chunks_token, chunks_slot, token, slot, A, E, C)
             gate = tl.load(gates + token * gates_token + slot * gates_slot, mask=k > 0, other=0.0).to(tl.float32)
             value = tl.load(bias + expert * OUT + rows, mask=rows < tl.where(k > 0, OUT, 0), other=0.0)
             result += gate * value.to(tl.float32)

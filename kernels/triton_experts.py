@@ -181,7 +181,7 @@ def sort_into(
     keys = 8 * next_power_of_2(experts)
     blocks = cdiv(pairs, SORT_BLOCK)
     counts = torch.empty(blocks + 1, keys, dtype=torch.int32, device=device)
-    sizes = {"A": active, "E": experts, "KEYS": keys, "B": SORT_BLOCK}
+    sizes = {"A": active, "E": experts, "C": min(len(up.planes), len(down.planes)), "KEYS": keys, "B": SORT_BLOCK}
     count_kernel[(blocks,)](ids, chunks, counts, pairs, *strides_of(ids, chunks), **sizes)
     scan = scan_cut(blocks, keys)
     scan_kernel[(keys // scan["SOME"],)](counts, blocks, **scan, **early(device))

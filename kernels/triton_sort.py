@@ -10,24 +10,26 @@ LEVELS = tl.constexpr(8)  # k = 1 … 8
 
 
 @triton.jit
-def _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A: tl.constexpr, E: tl.constexpr):
-    """8 * expert + k - 1 for each of the pairs `at`, and whether there is anything to compute for it."""
+def _keys(
+    ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A: tl.constexpr, E: tl.constexpr, C: tl.constexpr
+):
+    """8 * expert + k - 1 for each of the pairs `at`, and whether there is anything to compute for it; C planes are all."""
     inside = at < pairs
     token, slot = at // A, at % A
     expert = tl.load(ids + token * ids_token + slot * ids_slot, mask=inside, other=-1).to(tl.int32)
     k = tl.load(chunks + token * chunks_token + slot * chunks_slot, mask=inside, other=0)
     held = (expert >= 0) & (expert < E) & (k > 0)
-    return tl.where(held, expert * LEVELS + k - 1, 0), held
+    return tl.where(held, expert * LEVELS + tl.minimum(k, C) - 1, 0), held
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     ids, chunks, counts, pairs, ids_token, ids_slot, chunks_token, chunks_slot,
-    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """counts int32 [blocks, KEYS]: how often each key occurs in each block of B pairs."""
     at = tl.program_id(0) * B + tl.arange(0, B)
-    key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+    key, held = _keys(ids, chunks, pairs, at, ids_token, ids_slot, chunks_token, chunks_slot, A, E, C)
     tl.store(counts + tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.histogram(key, KEYS, mask=held))
 
 
@@ -69,16 +71,16 @@ def _peak(scale, offset, unit, expert, NUMBER: tl.constexpr, TIED: tl.constexpr)
 
 
 @triton.jit
-def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.constexpr, B: tl.constexpr):
+def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.constexpr, C: tl.constexpr, B: tl.constexpr):
     """`_keys` of B pairs from `first` on, and how many of these stand before each and have its key."""
     ids_token, ids_slot, chunks_token, chunks_slot = strides
     own = tl.arange(0, B)
     at_once: tl.constexpr = 16
-    key, held = _keys(ids, chunks, pairs, first + own, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+    key, held = _keys(ids, chunks, pairs, first + own, ids_token, ids_slot, chunks_token, chunks_slot, A, E, C)
     rank = tl.zeros((B,), tl.int32)
     for start in range(0, B, at_once):  # loaded again: all at once would fill the registers
         other = start + tl.arange(0, at_once)
-        other_key, there = _keys(ids, chunks, pairs, first + other, ids_token, ids_slot, chunks_token, chunks_slot, A, E)
+        other_key, there = _keys(ids, chunks, pairs, first + other, ids_token, ids_slot, chunks_token, chunks_slot, A, E, C)
         same = (key[:, None] == other_key[None, :]) & there[None, :] & (other[None, :] < own[:, None])
         rank += tl.sum(same.to(tl.int32), 1)
     return key, held, rank
@@ -88,8 +90,8 @@ def _keys_and_ranks(ids, chunks, pairs, first, strides, A: tl.constexpr, E: tl.c
 def sort_kernel(
     ids, chunks, counts, order, levels, tiles, peaks, up_scale, up_offset, up_unit, down_scale, down_offset, down_unit,
     pairs, blocks, most_tiles, ids_token, ids_slot, chunks_token, chunks_slot,
-    A: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, MIXED: tl.constexpr,
-    WIDTHS: tl.constexpr, ONE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
+    A: tl.constexpr, E: tl.constexpr, C: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr, BN: tl.constexpr,
+    MIXED: tl.constexpr, WIDTHS: tl.constexpr, ONE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, TIED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """order int32 [P]: pairs by expert, then k; levels int32 [P]: their k; counts as `scan_kernel` leaves them.
@@ -104,7 +106,7 @@ def sort_kernel(
     if block < blocks:
         at = block * B + tl.arange(0, B)
         strides = (ids_token, ids_slot, chunks_token, chunks_slot)
-        key, held, rank = _keys_and_ranks(ids, chunks, pairs, block * B, strides, A, E, B)
+        key, held, rank = _keys_and_ranks(ids, chunks, pairs, block * B, strides, A, E, C, B)
         wait_for_before(PDL)
         total = tl.load(totals + tl.arange(0, KEYS))
         start = tl.cumsum(total, 0) - total + tl.load(counts + block * KEYS + tl.arange(0, KEYS))

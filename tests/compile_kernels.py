@@ -152,7 +152,7 @@ def scan(card, blocks, early):
 
 def sort(card, experts, early):
     """Pairs of so many experts in order, with every kind of tiles that the card takes."""
-    keys = {"A": ACTIVE, "E": experts, "KEYS": 8 * experts, "B": triton_experts.SORT_BLOCK}
+    keys = {"A": ACTIVE, "E": experts, "C": PLANES, "KEYS": 8 * experts, "B": triton_experts.SORT_BLOCK}
     scales = {"UP": 2 * INNER * HIDDEN // GROUP, "DOWN": HIDDEN * INNER // GROUP, "TIED": False}
     options = triton_experts.sort_options(8 * experts)
     tiles = {
@@ -171,7 +171,7 @@ def sort(card, experts, early):
 def around(card):
     """Sorting, reordering and summing."""
     early = {"PDL": card >= 90}
-    keys = {"A": ACTIVE, "E": EXPERTS, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
+    keys = {"A": ACTIVE, "E": EXPERTS, "C": PLANES, "KEYS": 8 * EXPERTS, "B": triton_experts.SORT_BLOCK}
     return {
         "count": compile_for(card, triton_sort.count_kernel, keys),
         **{f"scan {blocks}": scan(card, blocks, early) for blocks in (32, 256)},

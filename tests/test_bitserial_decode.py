@@ -83,6 +83,16 @@ def test_weights_of_fewer_planes(bits_on_cpu, block):
     assert error(bits_on_cpu.ffn(x, ids, gates, chunks, *layer), x, ids, gates, chunks, layer) < ERROR
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_planes_out_of_range_are_brought_into_it(bits_on_cpu, block, tokens):
+    """Also where the planes of all slots stand in one number, a few bits each; 8 tokens: where pairs are put in order."""
+    layer, x, ids = block(hidden=128), rows(tokens, 128), torch.tensor([[2, 0, 1]]).repeat(tokens, 1)
+    gates, chunks = torch.rand(tokens, 3), torch.tensor([[17, -1, 16]], dtype=torch.int32).repeat(tokens, 1)
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer)
+    assert torch.equal(found, bits_on_cpu.ffn(x, ids, gates, chunks.clamp(0, 8), *layer))
+    assert error(found, x, ids, gates, chunks.clamp(0, 8), layer) < ERROR
+
+
 def test_a_number_that_is_none_stays_in_its_token(bits_on_cpu, block):
     layer, x, ids = block(hidden=128, activation="silu"), rows(2, 128), torch.tensor([[2], [1]])
     gates, chunks = torch.rand(2, 1), torch.full((2, 1), 3, dtype=torch.int32)

@@ -52,7 +52,7 @@ def test_pairs_in_the_order_of_their_experts(bits_on_cpu, random_encoded, expert
     ids = torch.randint(-1, experts + 1, (tokens, active), generator=random)
     ids = torch.where(ids == experts, 2**40, ids)
     chunks = torch.randint(0, 9, (tokens, active), generator=random, dtype=torch.int32)
-    _, by = bits_on_cpu.order_pairs(torch.randn(tokens, 128), ids, chunks, random_encoded(experts, 64, 128, 128, 2), None)
+    _, by = bits_on_cpu.order_pairs(torch.randn(tokens, 128), ids, chunks, random_encoded(experts, 64, 128, 128, 8), None)
     flat, k = ids.flatten(), chunks.flatten()
     seen = []
     assert len(by.entries) == min(experts, tokens * active)

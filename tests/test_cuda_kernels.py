@@ -112,6 +112,22 @@ def test_prefill_against_a_bf16_product(layer, monkeypatch, tokens, special, mix
 
 
 @pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_a_table_of_fewer_planes_than_the_weights_hold(layer, convex_table, path):
+    """Kernels that allocate on their way read a column for every plane: this table goes to the allocator of its own."""
+    x, ids, gates, _ = routing(2)
+    table = (
+        convex_table(EXPERTS)[:, :5].cuda(),
+        torch.tensor(3.3, device="cuda"),
+        torch.tensor(4, dtype=torch.int32, device="cuda"),
+    )
+    expected = OPS.allocate(gates, ids, *table, 2)
+    with paths.forced(path):
+        found, planes = OPS.routed_ffn(x, ids, gates, *table, *opened(layer), "silu_mul", GROUP, 2, True)
+        assert torch.equal(planes, expected) and int(planes.max()) <= 4
+        assert torch.equal(found, OPS.expert_ffn(x, ids, gates, planes, *opened(layer), "silu_mul", GROUP))
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
 def test_a_row_alone_and_in_a_batch(layer, convex_table, path):
     x, ids, gates, _ = routing(24)
     table = convex_table(EXPERTS).cuda(), torch.tensor(3.3, device="cuda"), torch.tensor(8, dtype=torch.int32, device="cuda")

@@ -21,6 +21,14 @@ def test_all_calls_are_made_equally_often_without_gradients():
     assert made.count(("a", False)) == made.count(("b", False)) == 4 and len(made) == 8
 
 
+def test_jobs_run_in_turn():
+    """Each once to begin with, then all in every round."""
+    made = []
+    times = measure.microseconds_in_turn([[lambda: made.append("a")] * 2, [lambda: made.append("b")]], CPU, rounds=3)
+    assert len(times) == 2 and min(times) > 0
+    assert "".join(made) == "aab" + 3 * "aab"
+
+
 def test_time_is_that_of_one_call():
     slow = torch.nn.Linear(512, 512)
     x = torch.randn(512, 512)
@@ -62,6 +70,16 @@ def test_a_graph_replays_the_calls():
     assert 0 < measure.microseconds([lambda: total.add_(x)] * 3, device) < 50
     assert float(total[0]) > 3 * measure.REPEATS
     assert measure.copy_bandwidth(device) > 1e10
+
+
+@gpu
+@needs_cuda
+def test_graphs_replayed_in_turn_take_what_each_takes_alone():
+    device = measure.device_of("cuda")
+    x = torch.zeros(1 << 24, device=device)
+    short, long = [lambda: x[: 1 << 20].add_(1)], [lambda: x.add_(1)]
+    one, two = measure.microseconds_in_turn([short, long], device, rounds=3)
+    assert two > 2 * one  # 16 times the bytes, beside the launch
 
 
 @gpu

@@ -88,6 +88,18 @@ def test_every_mix_of_planes(random_pairs, layer, path, activation, group, tied,
     assert relative(found, grouped.expert_ffn(x, ids, gates, chunks, *made)) < ERROR
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_planes_out_of_range_are_brought_into_it(random_pairs, layer, path):
+    """A number of planes beyond all must not become another expert's, where pairs are sorted by both."""
+    made = layer("silu_mul", 32, False, False)
+    ids, gates, chunks = routing(random_pairs, 3)
+    ids[:, 0] = EXPERTS - 2
+    chunks[:, 0] = torch.tensor([PLANES + 1, 99, -1])
+    x = rows(3, made[0].in_features)
+    found = run(path, x, ids, gates, chunks, made)
+    assert torch.equal(found, run(path, x, ids, gates, chunks.clamp(0, PLANES), made))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["gelu_mul", "gelu_tanh_mul", "relu_mul", "sigmoid_mul", "silu", "gelu_tanh", "relu"])
@@ -139,7 +151,7 @@ def test_pairs_are_sorted_into_tiles(random_pairs, random_encoded, uniform):
     ids[3] = 2
     ids[4, 0], ids[5, 1] = -1, 7
     chunks = torch.where(chunks > 0, 4, 0).int() if uniform else chunks
-    weights = random_encoded(7, 40, 64, 32, PLANES), random_encoded(7, 64, 32, 32, PLANES, seed=1)
+    weights = random_encoded(7, 40, 64, 32, 8), random_encoded(7, 64, 32, 32, 8, seed=1)
     by = te.sort_pairs(*on_device(ids, chunks), te.Tile(64, 32, 32, 16, 1), *on_device(*weights))
     order, levels, tiles, peaks = (t.cpu() for t in (by.order, by.levels, by.tiles, by.peaks))
     flat, counts = ids.flatten(), chunks.flatten()
