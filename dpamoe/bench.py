@@ -57,7 +57,7 @@ def bench_layers(
     for site in synthetic.distinct(sites):
         shape = {"shape": layer_shape(site, spec).key, "path": site.path, "baseline_us": {}, "rows": []}
         outcome["shapes"].append(shape)
-        for count, times in _plain_times(model, site, tokens, baselines, device):
+        for count, times in plain_times(model, site, tokens, baselines, device):
             shape["baseline_us"][str(count)] = times
             yield outcome
         measure.release(device)
@@ -144,8 +144,8 @@ def bytes_read(experts: EncodedExperts, index: Tensor, chunks: Tensor) -> int:
 
 
 @torch.no_grad()
-def _plain_times(
-    model: nn.Module, site: Site, tokens: Sequence[int], names: Sequence[str], device: torch.device
+def plain_times(
+    model: nn.Module, site: Site, tokens: Sequence[int], names: Sequence[str], device: torch.device, routing=synthetic.routing
 ) -> Iterator[tuple[int, dict[str, float | None]]]:
     """Tokens, and µs of bf16 experts by implementation; None where one needs more memory than there is."""
     if not names:
@@ -155,7 +155,7 @@ def _plain_times(
         for seed in range(measure.copies(2 * site.weights, device))
     ]  # fmt: skip
     for count in track(tokens, "baselines", lambda count: f"{count} tokens"):
-        inputs = [synthetic.routing(site, count, device, seed) for seed in range(len(layers))]
+        inputs = [routing(site, count, device, seed) for seed in range(len(layers))]
         touched = inputs[0][1].unique().numel() / site.experts
         few = min(len(layers), measure.enough(2 * site.weights * touched, device))
         times = {name: _plain_time(layers[:few], inputs, name, site, device) for name in names}

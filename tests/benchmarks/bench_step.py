@@ -3,7 +3,8 @@
 python tests/benchmarks/bench_step.py [--model qwen3_moe] [--layers 4] [--jobs exact,threshold,uniform,grouped_mm,none]
 "none" is the model without its experts: what no kernel of ours can be faster than. Jobs are built side by side, each in a
 process of its own, so all of them must fit the device, and compiled one after the other: a kernel that they share is then tuned
-by Inductor once, for the first. Then times are taken round by round, one job at a time.
+by Inductor once, for the first. Then times are taken round by round, one job at a time, each round behind a prompt of its own and
+begun by another job than the one before. What the device is busy is of steps under a profiler, others than those that are timed.
 """
 
 import argparse
@@ -11,8 +12,9 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import permutations
-from statistics import median
+from statistics import mean, median, quantiles
 
 import torch
 from torch import multiprocessing, nn
@@ -97,7 +99,16 @@ def table_of(kernels: list, layers: int) -> str:
     return tables.aligned(("µs a step", "launches", "µs each", f"kernel ({layers} layers)"), rows)
 
 
-def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None:
+def in_turn(round_begins, own: int, jobs: int) -> Iterator[int]:
+    """The rounds of job number `own`; each begins when the job before it is done."""
+    for number in range(ROUNDS):
+        for place in range(jobs):
+            round_begins.wait(PATIENCE)
+            if (number + place) % jobs == own:
+                yield number
+
+
+def run(job: str, flags: argparse.Namespace, own: int, jobs: int, round_begins, turn, speeds) -> None:
     """Build the model of a job; when all are built, time it in turn with others. Puts (job, tokens per second by round)."""
     start = time.perf_counter()
     device, spec = measure.device_of("cuda"), EncodeSpec()
@@ -118,34 +129,35 @@ def run(job: str, flags: argparse.Namespace, round_begins, turn, speeds) -> None
             begin()
             timer.decode(*arguments, WARM)
         print(f"{job}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-        if job in OWN:
-            api.stats(model, reset=True)
-        found = []
-        for _ in range(ROUNDS):
-            round_begins.wait(PATIENCE)
-            with turn:
-                begin()
-                found.append(STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device))
+        found, planes = [], []
+        for _ in in_turn(round_begins, own, jobs):
+            begin()
+            if job in OWN:
+                api.stats(model, reset=True)  # of the prompt
+            found.append(STEPS / measure.seconds(lambda: timer.decode(*arguments, STEPS), device))
+            if job in OWN:
+                planes.append(api.stats(model)["mean_planes"])
         speeds.put((job, found))
         round_begins.wait(PATIENCE)
         with turn:
-            planes = f", {api.stats(model)['mean_planes']:.3f} planes" if job in OWN else ""
+            spent = f", {mean(planes):.3f} planes" if job in OWN else ""
             first = timer.first_token_ms(flags.context)  # while no profiler has seen this process yet
             host, kernels = host_microseconds(timer, arguments), kernels_of(timer, arguments)
             speed, busy = median(found), busy_microseconds(kernels)
-            times = f"{1e6 / speed:.0f} µs a step, of them {busy:.0f} on the device, {host:.0f} to launch"
-            print(f"\n{job}, {len(sites)} layers{planes}: {speed:.1f} tok/s ({min(found):.1f} to {max(found):.1f}); {times}")
+            times = f"{1e6 / speed:.0f} µs a step; under a profiler {busy:.0f} on the device; {host:.0f} to launch"
+            print(f"\n{job}, {len(sites)} layers{spent}: {speed:.1f} tok/s ({min(found):.1f} to {max(found):.1f}); {times}")
             print(f"first token of {flags.context}: {first:.1f} ms, prompts not compiled")
             print(table_of(kernels, len(sites)), flush=True)
         round_begins.wait(PATIENCE)  # nothing is torn down beside what is still timed
 
 
 def beside(speeds: dict[str, list[float]]) -> str:
-    """Every job over each other one: the median over rounds, in each of which both ran."""
+    """Every job over each other one, by rounds, in each of which both ran: median, quartiles, and the extremes."""
     lines = []
     for job, other in permutations(speeds, 2):
         ratios = [one / two for one, two in zip(speeds[job], speeds[other], strict=True)]
-        lines.append(f"{job} / {other}: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        low, middle, high = quantiles(ratios, n=4)
+        lines.append(f"{job} / {other}: {middle:.4f} ({low:.4f} to {high:.4f}; all {min(ratios):.3f} to {max(ratios):.3f})")
     return "\n".join(lines)
 
 
@@ -160,7 +172,10 @@ def main() -> None:
     jobs, context = list(dict.fromkeys(flags.jobs.split(","))), multiprocessing.get_context("spawn")
     print(measure.heading(measure.facts(measure.device_of("cuda"))), flush=True)
     round_begins, turn, speeds = context.Barrier(len(jobs)), context.Lock(), context.SimpleQueue()
-    processes = [context.Process(target=run, args=(job, flags, round_begins, turn, speeds)) for job in jobs]
+    processes = [
+        context.Process(target=run, args=(job, flags, own, len(jobs), round_begins, turn, speeds))
+        for own, job in enumerate(jobs)
+    ]
     signal.signal(signal.SIGTERM, lambda *given: sys.exit("ended by SIGTERM"))
     try:
         for process in processes:
