@@ -3,8 +3,8 @@
 python tests/benchmarks/bench_step.py [--model qwen3_moe] [--layers 4] [--jobs exact,threshold,uniform,grouped_mm,none]
 "none" is the model without its experts: what no kernel of ours can be faster than. Jobs are built side by side, each in a
 process of its own, so all of them must fit the device, and compiled one after the other: a kernel that they share is then tuned
-by Inductor once, for the first. Then times are taken round by round, one job at a time, each round behind a prompt of its own and
-begun by another job than the one before. What the device is busy is of steps under a profiler, others than those that are timed.
+by Inductor once, for the first. Then times are taken round by round, one job at a time, each round behind a prompt of its
+own and begun by another job than the one before. What the device is busy is of steps under a profiler, others than the timed.
 """
 
 import argparse
