@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 CARDS = (80, 86, 89, 90, 100, 120)
 SMALL_SHARED = {86, 89, 120}
 LIMIT = 101376  # bytes a program may take on those
-PRODUCTS = (80, 86, 89, 90)  # cards that multiply single bits
+PRODUCTS = (80, 86, 87, 89, 90)  # cards that multiply single bits
 # Bytes of stack: "bits" outside of loops, where many pairs are put in order or, on card 90, one is computed; "tied" also scales
 # that stay the same for all pairs of an expert; "hopper", in warp groups of their own roles, what changes from tile to tile or
 # stretch to stretch, most in groups of 32 or where a weight is a single stretch (120 with triton 3.9, 88 with 3.6); "widths"
