@@ -2,9 +2,9 @@
 
 A row of x is cut, per group of 128, into 16 bits (a step and two's complement), which are the columns of products with the
 planes; their popcounts are weighed by powers of two in a second product. A plane is the other operand as it stands in memory,
-nothing is unpacked. (Of 8 bits a step would be 1/127 of the largest of 128, some 2.8 deviations: an error of 6e-3, where 2e-3 is
-the most that is wanted.) Tensors of words are [16 RT, 8 NW]: RT tiles of 16 rows, and for each warp along a row eight words of
-32 inputs, which are two groups.
+nothing is unpacked. (Of 8 bits a step would be 1/127 of the largest of 128, some 2.8 deviations: an error of 6e-3, where 2e-3
+is the most that is wanted.) Tensors of words are [16 RT, 8 NW]: RT tiles of 16 rows, and for each warp along a row eight words
+of 32 inputs, which are two groups.
 """
 
 from triton.experimental import gluon
