@@ -225,10 +225,9 @@ def _expert_ffn(
     """Whole expert block: y[t] = sum over a of gates[t, a] * down_k(activation(up_k(x[t]))), k = chunks[t, a].
 
     x float [T, H]; gates float [T, A]; biases [E, O]; activation a name in `reference.ACTIVATIONS`; chunks out of range as in
-    `expert_matmul`. Returns [T, H_out] in
-    the dtype of x, accumulated in fp32, always in one order. one_k: the caller's guess that all pairs of an expert
-    have the same k, by which kernels may choose how they cut their work; a wrong guess costs time alone. Raises ValueError on
-    shapes that do not fit.
+    `expert_matmul`. Returns [T, H_out] in the dtype of x, accumulated in fp32, always in one order. one_k: the caller's guess
+    that all pairs of an expert have the same k, by which kernels may choose how they cut their work; a wrong guess costs time
+    alone. Raises ValueError on shapes that do not fit.
     """
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
