@@ -121,10 +121,12 @@ def _up_rows_free(
     at = (row + r) * (IN // 32) + column
     total = gl.zeros([16, 8 * NW], gl.float32, words_layout(NW))
     many = (column + r) * 0 + k
-    own = scales_of_rows(scales, offset, row, k, IN, C, WIDTH, PIECES, MATRICES, NW, 1)
+    own, words = scales_of_rows(scales, offset, row, k, IN, C, WIDTH, PIECES, MATRICES, NW, 1), ()
     for p in gl.static_range(PIECES):
+        of_word = reads(column + p * 8 * NW, many, IN)
         for m in gl.static_range(MATRICES):
             total = with_offset(total, own[p * MATRICES + m][0], X[p], Y[p], m == 1)
+            words = words + ((at + (p * 8 * NW + m * WIDTH * (IN // 32)), of_word),)
     weights = column_weights((column + r) * 0)
     for first in gl.static_range(0, C, 4):
         if first < k:
@@ -135,9 +137,7 @@ def _up_rows_free(
                         wait_for_copies(2)
                     else:
                         async_copy.wait_group(max(0, 2 - c // 2))
-                    dots = _dots(
-                        dots, buffers, planes, at, column, many, c, X, Y, weights, IN, C, CAP, NW, WIDTH, PIECES, MATRICES
-                    )  # fmt: skip
+                    dots = _dots(dots, X, Y, words, buffers, planes, weights, c, C, CAP, PIECES, MATRICES)
             for p in gl.static_range(PIECES):
                 for m in gl.static_range(MATRICES):
                     scale = own[p * MATRICES + m][1 + first // 4]
@@ -183,18 +183,19 @@ def _up_rows_tied(
 
 @gluon.jit
 def _dots(
-    dots, buffers, planes, at, column, many, c: gl.constexpr, X, Y, weights, IN: gl.constexpr, C: gl.constexpr,
-    CAP: gl.constexpr, NW: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, MATRICES: gl.constexpr,
+    dots, X, Y, words, buffers, planes, weights, c: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr,
+    MATRICES: gl.constexpr,
 ):  # fmt: skip
-    """Add the dots of planes c and c + 1 in every piece of both matrices; a second one that is not read has scale 0."""
+    """Add the dots of planes c and c + 1 in every piece of all matrices; a second one that is not read has scale 0.
+
+    words: of each, where they stand and how many planes of them are read, a piece of every matrix before the next.
+    """
     new = ()
     for p in gl.static_range(PIECES):
-        of_word = reads(column + p * 8 * NW, many, IN)
         for m in gl.static_range(MATRICES):
-            source = at + (p * 8 * NW + m * WIDTH * (IN // 32))
-            one, other = two_planes(buffers, planes, source, of_word, c, m * PIECES + p, PIECES * MATRICES, C, CAP)
-            dot = dots[p * MATRICES + m]
-            new = new + (add_dots(dot, one, other, X[p], Y[p], weights, c),)
+            at, of_word = words[p * MATRICES + m]
+            one, other = two_planes(buffers, planes, at, of_word, c, m * PIECES + p, PIECES * MATRICES, C, CAP)
+            new = new + (add_dots(dots[p * MATRICES + m], one, other, X[p], Y[p], weights, c),)
     return new
 
 
@@ -339,30 +340,18 @@ def _free_dots(
     """
     r, column = places(NW)
     weights = column_weights((column + r) * 0)
-    zero, totals = (X[0] * 0).to(gl.float32), ()
+    zero, totals, words = (X[0] * 0).to(gl.float32), (), ()
     for p in gl.static_range(PIECES):
         totals = totals + (with_offset(zero, pieces[p][6][0], X[p], Y[p], False),)
+        words = words + ((pieces[p][2], pieces[p][1]),)
     for first in gl.static_range(0, C, 4):
         if first < most:
             dots = (zero,) * PIECES
             for c in gl.static_range(first, min(first + 4, C), 2):
                 if c < most:
-                    dots = _dots_of_pieces(dots, X, Y, pieces, buffers, planes, weights, c, C, CAP, PIECES)
+                    dots = _dots(dots, X, Y, words, buffers, planes, weights, c, C, CAP, PIECES, 1)
             totals = _scaled_pieces(totals, dots, X, Y, pieces, first, PIECES)
     return totals
-
-
-@gluon.jit
-def _dots_of_pieces(
-    dots, X, Y, pieces, buffers, planes, weights, c: gl.constexpr, C: gl.constexpr, CAP: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
-    """Add the dots of planes c and c + 1 in every piece."""
-    new = ()
-    for p in gl.static_range(PIECES):
-        _, of_word, at, _, _, _, _ = pieces[p]
-        one, other = two_planes(buffers, planes, at, of_word, c, p, PIECES, C, CAP)
-        new = new + (add_dots(dots[p], one, other, X[p], Y[p], weights, c),)
-    return new
 
 
 @gluon.jit
