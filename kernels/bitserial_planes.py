@@ -138,7 +138,7 @@ def decide(
         k = gl.sum(parts.reshape([N, parts.shape[1] // N]), 1) if ALL else gl.sum(gl.sum(parts, 1), 0)
         k = gl.minimum(k, K_MIN + limit)
     elif RULE == "threshold":
-        k = gl.where(slots[1], gl.minimum(count_above(slots[2], told[0]), told[1].to(gl.int32)), 0)
+        k = gl.where(slots[1], gl.minimum(count_above(slots[2], told[0]), gl.minimum(told[1].to(gl.int32), C)), 0)
     else:
         k = gl.minimum(gl.maximum(gl.where(slots[0], slots[1], 0).to(gl.int32), 0), C)
     return k

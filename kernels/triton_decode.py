@@ -116,8 +116,8 @@ def _planes_of_pair(
         gate = tl.load(gates + token * gates_token + slot * gates_slot)
         k = planes_above(gate, expert, table, k_max, E, table_row, table_column, COLUMNS)
     else:
-        k = tl.minimum(tl.load(given), C)
-    return k
+        k = tl.load(given)
+    return tl.minimum(k, C)
 
 
 @triton.jit

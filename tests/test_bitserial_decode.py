@@ -93,6 +93,15 @@ def test_planes_out_of_range_are_brought_into_it(bits_on_cpu, block, tokens):
     assert error(found, x, ids, gates, chunks.clamp(0, 8), layer) < ERROR
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_thresholds_hand_out_no_more_planes_than_there_are(bits_on_cpu, block, tokens):
+    layer, x, ids = block(hidden=128, planes=6), rows(tokens, 128), torch.tensor([[2, 0, 1]]).repeat(tokens, 1)
+    gates, chunks = torch.rand(tokens, 3), torch.zeros(tokens, 3, dtype=torch.int32)
+    source = allocation.Thresholds(gates, torch.full((3, 8), -1.0), torch.tensor(8, dtype=torch.int32))
+    found = bits_on_cpu.ffn(x, ids, gates, chunks, *layer, source)
+    assert (chunks == 6).all() and error(found, x, ids, gates, chunks, layer) < ERROR
+
+
 def test_a_number_that_is_none_stays_in_its_token(bits_on_cpu, block):
     layer, x, ids = block(hidden=128, activation="silu"), rows(2, 128), torch.tensor([[2], [1]])
     gates, chunks = torch.rand(2, 1), torch.full((2, 1), 3, dtype=torch.int32)
