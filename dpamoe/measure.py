@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-WARM_UPS, REPEATS = 2, 5
+WARM_UPS, REPEATS, CPU_REPEATS = 2, 5, 3
 REPEAT_SECONDS, MOST_REPLAYS = 0.02, 200  # a repeat is this long where one replay is shorter
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 CPU_BYTES = 4 << 30  # what random weights may take where the system does not say what is free
@@ -33,11 +33,7 @@ def device_of(name: str) -> torch.device:
 
 def microseconds(calls: Sequence[Call], device: torch.device) -> float:
     """Median time of one of `calls`, made in turn, µs; on CUDA they are one graph. ValueError if they cannot be captured."""
-    with torch.no_grad():
-        if device.type != "cuda":
-            return _wall_clock(calls) / len(calls)
-        with torch.cuda.device(device):
-            return _replayed(calls) / len(calls)
+    return microseconds_in_turn([calls], device, REPEATS if device.type == "cuda" else CPU_REPEATS)[0]
 
 
 def microseconds_in_turn(jobs: Sequence[Sequence[Call]], device: torch.device, rounds: int) -> list[float]:
@@ -51,7 +47,8 @@ def microseconds_in_turn(jobs: Sequence[Sequence[Call]], device: torch.device, r
 def _graph_run(calls: Sequence[Call]) -> Callable[[], float]:
     """What replays all calls as often as a repeat takes and returns the time of one replay, µs."""
     graph = _captured(calls)
-    return partial(_replay, graph, _replays(graph))
+    replays = round(REPEAT_SECONDS * 1e6 / _replay(graph, 1))
+    return partial(_replay, graph, max(1, min(MOST_REPLAYS, replays)))
 
 
 def _plain_run(calls: Sequence[Call]) -> Callable[[], float]:
@@ -61,11 +58,6 @@ def _plain_run(calls: Sequence[Call]) -> Callable[[], float]:
     return lambda: 1e6 * seconds(lambda: [call() for call in calls], torch.device("cpu"))
 
 
-def _wall_clock(calls: Sequence[Call]) -> float:
-    run = _plain_run(calls)
-    return median(run() for _ in range(3))
-
-
 def seconds(run: Call, device: torch.device) -> float:
     """Time of one run by the wall clock, the work it left on the device included."""
     synchronize(device)
@@ -73,16 +65,6 @@ def seconds(run: Call, device: torch.device) -> float:
     run()
     synchronize(device)
     return max(time.perf_counter() - start, 1e-9)
-
-
-def _replayed(calls: Sequence[Call]) -> float:
-    run = _graph_run(calls)
-    return median(run() for _ in range(REPEATS))
-
-
-def _replays(graph: torch.cuda.CUDAGraph) -> int:
-    """How many replays a repeat takes."""
-    return max(1, min(MOST_REPLAYS, round(REPEAT_SECONDS * 1e6 / _replay(graph, 1))))
 
 
 def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -7,14 +7,13 @@ python tests/benchmarks/bench_allocation.py [--model qwen3_moe] [--tokens 1,8,16
 from functools import partial
 
 import torch
-from layers import flags_of, layers_of, print_growing
+from layers import ROUNDS, flags_of, layers_of, print_growing
 
 from dpamoe import measure, synthetic
 from dpamoe.bench import call, compiled
 from dpamoe.modules import layer_shape
 from dpamoe.spec import SpendSpec
 
-ROUNDS = 15
 SPENDS = {"exact": {}, "threshold": {"allocator": "threshold"}, "uniform": {"allocation": "uniform"}}
 
 

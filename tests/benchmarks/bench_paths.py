@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from layers import flags_of, layers_of, print_growing
+from layers import ROUNDS, flags_of, layers_of, print_growing
 
 from dpamoe import bench, measure, synthetic, tables
 from dpamoe.kernels import paths
 from dpamoe.kernels.router_ops import linear_route
 from dpamoe.modules import layer_shape
-from dpamoe.spec import EncodeSpec
 from dpamoe.tune import paths_of
 
 MIX = (7, 5, 4, 4, 4, 3, 3, 2)  # planes of the slots of a token, repeated; 4 on average
 PLANES = (2, 4, 8, "mixed")
 ROUTER = ("softmax", "sum", 1.0, 1, 1, "max")  # score, norm, scale, groups, kept groups, their score
-ROUNDS = 15
 BASELINE = "grouped_mm"
 
 
@@ -59,6 +57,7 @@ def rows_of(layers, tokens: int, copied: float, device) -> Iterator[tuple[str, .
     site = layers[0].site
     inputs = [routed(site, tokens, device, seed) for seed in range(len(layers))]
     routers = [router_of(site, device, seed) for seed in range(len(layers))]
+    alone = [partial(route, own[0], router, site.top_k) for own, router in zip(inputs, routers, strict=True)]
     for kind in PLANES:
         chunks = given(kind, tokens, site.top_k, device)
         calls = [partial(layer.compute, *own, chunks) for layer, own in zip(layers, inputs, strict=True)]
@@ -69,7 +68,6 @@ def rows_of(layers, tokens: int, copied: float, device) -> Iterator[tuple[str, .
             with paths.forced(path):
                 there = path in paths_of(layers[0], tokens, device)
                 times.append(measure.microseconds(calls, device) if there else None)
-        alone = [partial(route, own[0], router, site.top_k) for own, router in zip(inputs, routers, strict=True)]
         both = [
             partial(behind_a_router, layer, router, chunks, own[0])
             for layer, router, own in zip(layers, routers, inputs, strict=True)
@@ -84,7 +82,7 @@ def main() -> None:
     flags = flags_of(__doc__).parse_args()
     device, counts = measure.device_of(flags.device), [int(tokens) for tokens in flags.tokens.split(",")]
     copied = measure.copy_bandwidth(device)
-    model, _ = synthetic.with_sites(synthetic.read_config(flags.model), EncodeSpec())
+    model = synthetic.skeleton(synthetic.read_config(flags.model))
     for layers in layers_of(flags):
         site, shape = layers[0].site, layer_shape(layers[0].site, layers[0].spec)
         plain = {tokens: us[BASELINE] for tokens, us in bench.plain_times(model, site, counts, [BASELINE], device, routed)}

@@ -119,14 +119,15 @@ def run(job: str, flags: argparse.Namespace, own: int, jobs: int, round_begins, 
     length = flags.context + 10 * STEPS
     with torch.no_grad():
         prompt = timer.prompt(flags.context)
-        arguments = (timer.prefill(prompt, length), torch.zeros(1, 1, dtype=torch.int64, device=device), timer.caches[length])
+        token, position = (torch.empty(1, 1, dtype=torch.int64, device=device) for _ in range(2))
 
         def begin() -> None:
-            arguments[0].copy_(timer.prefill(prompt, length))
-            arguments[1].fill_(flags.context)
+            token.copy_(timer.prefill(prompt, length))
+            position.fill_(flags.context)
 
+        begin()
+        arguments = (token, position, timer.caches[length])
         with turn:
-            begin()
             timer.decode(*arguments, WARM)
         print(f"{job}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         found, planes = [], []

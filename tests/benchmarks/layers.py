@@ -8,6 +8,8 @@ from dpamoe.modules import EncodedExperts
 from dpamoe.spec import EncodeSpec
 from dpamoe.tune import build_layers
 
+ROUNDS = 15  # in which calls are timed that are compared with each other
+
 
 def flags_of(about: str) -> argparse.ArgumentParser:
     """A parser of the flags that all have."""
