@@ -11,6 +11,7 @@ from functools import partial
 from importlib import metadata
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from dpamoe import measure, synthetic, tables
@@ -41,11 +42,12 @@ def tune(
     """Measure every distinct layer shape of a model, store the costs, and return the object of `dpamoe tune --json`.
 
     Nothing that runs changes but the choice between kernels; Uniform-k is used only where `fallback="uniform"` asks for it.
-    Raises ValueError for a model without routed experts or a budget out of range.
+    Raises ValueError for a model without routed experts, a budget out of range, or where costs cannot be saved.
     """
     check_budget(budget, spec.k_min, spec.k_max)
     _, sites = synthetic.with_sites(synthetic.read_config(source, changes), spec)
     name, shapes = paths.device_name(device), []
+    paths.check_costs_can_be_saved(name)
     for site in synthetic.distinct(sites):
         layers = build_layers(site, spec, device)
         label = layer_shape(site, spec).key
@@ -54,7 +56,8 @@ def tune(
             for count in track(tokens, f"tune {label}", lambda count: f"{count} tokens")
         ]
         costs = costs_of(timings, budget)
-        file = paths.save_costs(name, {label: costs})
+        with FileLock(paths.cost_file(name).with_suffix(".lock")):  # what another process adds meanwhile stays
+            file = paths.save_costs(name, {label: costs})
         shapes.append(_described(site, spec, len(layers), timings, costs, device))
         del layers
         measure.release(device)
@@ -169,7 +172,7 @@ def table(outcome: dict) -> str:
     """Each shape's rows as text, and what follows from them."""
     lines = [measure.heading(outcome)]
     for shape in outcome["shapes"]:
-        measured = [path for path in paths.PATHS if f"{path}_us" in shape["rows"][0]]
+        measured = [path for path in paths.PATHS if any(f"{path}_us" in row for row in shape["rows"])]
         head = ("tokens", *(f"{path} µs" for path in measured), "chosen", "uniform µs", "dpa / uniform")
         rows = [
             (

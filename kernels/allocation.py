@@ -100,4 +100,4 @@ def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tenso
     else:
         cost = importance[:, None] * residuals.double()[:, k_min : int(k_max) + 1]
         chosen = reference.knapsack(reference.only_held(cost, present)[None], extra)[0]
-    return ((chosen + k_min)[ids] * held).int()
+    return ((chosen + k_min)[ids] * held).int().contiguous()

@@ -10,13 +10,15 @@ from dpamoe.kernels.layout import EncodedWeight, group_width, offset_value, plan
 from dpamoe.kernels.reference import ACTIVATIONS
 
 
-def segments(expert_ids: Tensor, chunks: Tensor, experts: int) -> tuple[Tensor, dict[int, list[tuple[int, int, int]]]]:
+def segments(
+    expert_ids: Tensor, chunks: Tensor, experts: int, planes: int
+) -> tuple[Tensor, dict[int, list[tuple[int, int, int]]]]:
     """Sort the (token, slot) pairs by expert and plane count.
 
     Returns the flat pair numbers in that order, int64 [P], and for each expert its runs (k, start, stop) with k rising.
-    Padding ids and pairs with 0 planes are left out.
+    Padding ids and pairs with 0 planes are left out; more planes than there are mean all.
     """
-    ids, counts = expert_ids.flatten().long(), chunks.flatten().long()
+    ids, counts = expert_ids.flatten().long(), chunks.flatten().long().clamp(max=planes)
     stride = int(counts.max()) + 1 if counts.numel() else 1
     pairs = torch.nonzero((ids >= 0) & (ids < experts) & (counts > 0)).flatten()
     keys, order = (ids[pairs] * stride + counts[pairs]).sort(stable=True)
@@ -65,7 +67,7 @@ def expert_matmul(x: Tensor, expert_ids: Tensor, chunks: Tensor, weight: Encoded
     """Rows times the first k planes of their expert's weight, [T, A, O]; computed in fp32, returned in the dtype of x."""
     experts, out_features, _ = weight.offset.shape
     tokens, active = expert_ids.shape
-    order, runs = segments(expert_ids, chunks, experts)
+    order, runs = segments(expert_ids, chunks, experts, len(weight.planes))
     rows, source = (x.flatten(0, 1), order) if x.dim() == 3 else (x, order // max(active, 1))
     out = x.new_zeros(tokens * active, out_features, dtype=torch.float32)
     for expert, spans in runs.items():
@@ -82,7 +84,7 @@ def expert_ffn(
     """Whole expert block, [T, H]: sum over slots, in slot order, of gate * down(activation(up(x))); fp32 inside."""
     experts, out_features, _ = down.offset.shape
     tokens, active = expert_ids.shape
-    order, runs = segments(expert_ids, chunks, experts)
+    order, runs = segments(expert_ids, chunks, experts, len(up.planes))
     source = order // max(active, 1)
     out = x.new_zeros(tokens * active, out_features, dtype=torch.float32)
     for expert, spans in runs.items():
@@ -92,6 +94,6 @@ def expert_ffn(
         for up_dense, down_dense, (_, start, stop) in pairs:
             hidden = ACTIVATIONS[activation](F.linear(x[source[start:stop]].float(), up_dense, biases[0]))
             out[order[start:stop]] = F.linear(hidden, down_dense, biases[1])
-    held = (expert_ids >= 0) & (expert_ids < experts)
+    held = (expert_ids >= 0) & (expert_ids < experts) & (chunks > 0)
     weights = gates.float().where(held, 0.0)
     return torch.einsum("tah,ta->th", out.view(tokens, active, out_features), weights).to(x.dtype)

@@ -16,12 +16,16 @@ from torch import Tensor
 from dpamoe.kernels import allocation, grouped, paths, reference
 from dpamoe.kernels.checks import (
     check_activation,
+    check_block,
+    check_budget,
     check_chunks,
+    check_experts,
     check_pairs,
     check_rows,
     check_spent,
     check_table,
     check_thresholds,
+    check_weight,
 )
 from dpamoe.kernels.define import define, define_counted
 from dpamoe.kernels.layout import EncodedWeight
@@ -105,8 +109,7 @@ def _allocate(
     """
     check_table(gates, expert_ids, residuals, k_min)
     check_spent(spent, residuals.shape[1])
-    if budget.dim() > 1 or (budget.dim() == 1 and budget.shape[0] != expert_ids.shape[0]):
-        raise ValueError(f"budget {list(budget.shape)} must be 0-d or hold one number for each of {expert_ids.shape[0]} tokens")
+    check_budget(budget, expert_ids.shape[0])
     if paths.has_triton(gates.device):
         from dpamoe.kernels import triton_allocate
 
@@ -195,6 +198,7 @@ def _expert_matmul(
     weight = EncodedWeight(planes, scales, offset, unit, x.shape[-1], group_size)
     check_pairs(expert_ids, chunks=chunks)
     check_rows(x, expert_ids, weight)
+    check_weight(weight, bias)
     check_chunks(chunks, planes)
     if _in_triton(x, expert_ids, weight):
         from dpamoe.kernels import triton_experts
@@ -235,22 +239,25 @@ def _expert_ffn(
     )  # fmt: skip
     check_pairs(expert_ids, gates=gates, chunks=chunks)
     up, down = _opened(x, expert_ids, *both)
-    check_chunks(chunks, up_planes if len(up_planes) < len(down_planes) else down_planes)
+    check_chunks(chunks, up.planes)
     block = (up, up_bias, down, down_bias, activation)
     output = _ffn_in_triton(x, expert_ids, gates, chunks, block, one_k)
     return grouped.expert_ffn(x, expert_ids, gates, chunks, *block) if output is None else output
 
 
 def _opened(x, expert_ids, *both) -> tuple[EncodedWeight, EncodedWeight]:
-    """Both weights of an expert block, checked."""
-    *parts, activation, group_size = both
+    """Both weights of an expert block, checked; planes that only one of them has are left out."""
+    up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, *others, down_bias, activation, group_size = both
     check_activation(activation)
-    width = parts[2].shape[1] // (2 if is_gated(activation) else 1)
-    up = EncodedWeight(*parts[:4], x.shape[-1], group_size)
+    if x.dim() != 2:
+        raise ValueError(f"x {list(x.shape)} must be [tokens, features]: flatten it, as routers do")
+    width = up_offset.shape[1] // (2 if is_gated(activation) else 1)
+    least = min(len(up_planes), len(down_planes))
+    up = EncodedWeight(up_planes[:least], up_scales, up_offset, up_unit, x.shape[-1], group_size)
+    down = EncodedWeight(down_planes[:least], *others, width, group_size)
     check_rows(x, expert_ids, up)
-    if (parts[3] is None) != (parts[8] is None):
-        raise ValueError("one weight of the block has tied scales and the other has not: encode both with one scale mode")
-    return up, EncodedWeight(*parts[5:9], width, group_size)
+    check_block(up, up_bias, down, down_bias)
+    return up, down
 
 
 def _ffn_in_triton(
@@ -283,6 +290,7 @@ def _ffn_in_triton(
 
 def _allocated_inside(x, expert_ids, gates, both: tuple, one_k: bool, source) -> tuple[Tensor | None, Tensor]:
     """As `_ffn_in_triton` with a source of planes, and the planes spent, int32 [T, A]."""
+    check_pairs(expert_ids, gates=gates)
     chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
     up, down = _opened(x, expert_ids, *both)
     block = (up, both[4], down, both[9], both[10])
@@ -315,13 +323,15 @@ def _routed_ffn(
     does.
     """
     seen = gates if seen is None else seen
+    check_experts(residuals, up_offset.shape[0], "residuals")
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,
     )  # fmt: skip
-    whole = residuals.dim() == 2 and residuals.shape[1] > max(len(up_planes), len(down_planes))  # a column for each
+    whole = residuals.shape[1] > max(len(up_planes), len(down_planes))  # a column for each
     if convex and whole and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
         check_table(seen, expert_ids, residuals, k_min)
+        check_budget(budget, expert_ids.shape[0])
         check_spent(spent, residuals.shape[1])
         source = allocation.Allocation(seen, residuals, budget, k_max, k_min, spent)
         output, chunks = _allocated_inside(x, expert_ids, gates, both, one_k, source)
@@ -342,6 +352,7 @@ def _threshold_ffn(
     down_bias: Tensor | None, activation: str, group_size: int, k_min: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `routed_ffn`, by `allocate_threshold`."""
+    check_experts(thresholds, up_offset.shape[0], "thresholds")
     both = (
         up_planes, up_scales, up_offset, up_unit, up_bias, down_planes, down_scales, down_offset, down_unit, down_bias,
         activation, group_size,

@@ -8,6 +8,7 @@ $XDG_CACHE_HOME/dpamoe/DEVICE.json (~/.cache without the variable), read once pe
 
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
@@ -23,6 +24,15 @@ import torch
 
 PATHS = ("decode", "bits", "prefill")
 FORMAT, VERSION = "dpamoe-costs", 1
+UNUSABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)  # a file that is no such one
 
 # Pairs per distinct expert up to which decode is taken where nothing was measured: a tile of prefill costs about as much as
 # two rows of decode. At 128 experts, 8 active and even routing this is 26 tokens, 208 pairs.
@@ -99,15 +109,17 @@ class Costs:
 
     @staticmethod
     def from_dict(fields: dict) -> "Costs":
-        """The inverse of `as_dict`. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+        """The inverse of `as_dict`. Raises one of UNUSABLE for anything else."""
         costs = Costs(**fields)
         times = {int(tokens): {path: float(us) for path, us in by.items()} for tokens, by in costs.microseconds.items()}
         start = costs.uniform_from
-        if any(by.keys() - set(PATHS) or not all(us > 0 for us in by.values()) for by in times.values()):
-            raise ValueError(f"microseconds must be above 0, by {', '.join(PATHS)}")
+        if any(by.keys() - set(PATHS) or not all(0 < us < math.inf for us in by.values()) for by in times.values()):
+            raise ValueError(f"microseconds must be above 0 and finite, by {', '.join(PATHS)}")
         if start is not None and (type(start) is not int or start < 1):
             raise ValueError("uniform_from must be a whole number above 0, or null")
-        return Costs(times, start, float(costs.budget), str(costs.date), str(costs.torch), str(costs.triton))
+        if not math.isfinite(budget := float(costs.budget)):
+            raise ValueError("budget must be a number")
+        return Costs(times, start, budget, str(costs.date), str(costs.torch), str(costs.triton))
 
 
 @cache
@@ -232,7 +244,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cost_file(name: str) -> Path:
-    """Where the costs of a device are kept."""
+    """Where the costs of a device are kept. Raises RuntimeError for a user without a home, if XDG_CACHE_HOME is not set."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "dpamoe" / f"{re.sub(r'[^A-Za-z0-9 ._()+-]', '_', name)}.json"
 
@@ -250,7 +262,10 @@ def forget_costs() -> None:
 
 def load_costs(name: str) -> dict[str, Costs]:
     """Costs of a device by the key of the shape; none, with a warning that names it, for a file that cannot be used."""
-    file = cost_file(name)
+    try:
+        file = cost_file(name)
+    except RuntimeError:
+        return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         header = {"format": FORMAT, "version": VERSION, "device": name}
@@ -259,12 +274,22 @@ def load_costs(name: str) -> dict[str, Costs]:
         return {key: Costs.from_dict(fields) for key, fields in content["shapes"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNUSABLE as error:
         warnings.warn(
             f"{file} is ignored ({type(error).__name__}: {error}): run `dpamoe tune` to write it anew, or remove it",
             stacklevel=2,
         )
         return {}
+
+
+def check_costs_can_be_saved(name: str) -> None:
+    """Raise ValueError where `save_costs` could not write."""
+    try:
+        file = cost_file(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"costs cannot be saved ({error}): set XDG_CACHE_HOME to a folder that can be written") from error
 
 
 def save_costs(name: str, costs: Mapping[str, Costs]) -> Path:

@@ -49,9 +49,10 @@ def test_prefixes_are_those_asked_for(random_encoded, tolerance, counts):
 def test_segments_by_hand():
     ids = torch.tensor([[2, 0], [0, 3], [2, -1], [2, 0]])  # 3 experts: 3 and -1 are padding
     chunks = torch.tensor([[4, 2], [0, 8], [2, 2], [4, 8]])
-    order, runs = grouped.segments(ids, chunks, 3)
+    order, runs = grouped.segments(ids, chunks, 3, 8)
     assert order.tolist() == [1, 7, 4, 0, 6]
     assert runs == {0: [(2, 0, 1), (8, 1, 2)], 2: [(2, 2, 3), (4, 3, 5)]}
+    assert grouped.segments(ids, chunks, 3, 3)[1] == {0: [(2, 0, 1), (3, 1, 2)], 2: [(2, 2, 3), (3, 3, 5)]}  # 3 are all
 
 
 @pytest.mark.parametrize("tied", [False, True])

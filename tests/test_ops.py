@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
-from dpamoe.kernels import reference
+from dpamoe.kernels import paths, reference
 
 from .marks import some_slow
 
@@ -53,6 +53,8 @@ def test_opcheck_allocate(random_pairs, convex_table, op, tokens, id_dtype):
     given = (gates, ids.to(id_dtype), *allocation(convex_table), 2)
     torch.library.opcheck(getattr(OPS, op).default, given)
     torch.library.opcheck(getattr(OPS, f"{op}_counted").default, (torch.arange(9), *given))
+    with_gaps = (gates, ids.to(id_dtype).T.contiguous().T, *given[2:])
+    torch.library.opcheck(getattr(OPS, op).default, with_gaps)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -277,6 +279,74 @@ def test_matmul_refuses_what_does_not_fit(random_pairs, up):
     complaint(call(torch.zeros(5, 40), ids, chunks), "40 features", "5 bytes", "have 3")
     complaint(call(rows(5), ids, chunks * 0 + 9), "9", "holds 8 planes")
     complaint(call(rows(5), ids, chunks * 0 - 1), "-1", "0 to 8")
+
+
+def test_weights_that_do_not_fit_each_other_are_refused(random_encoded, random_pairs, up, down):
+    ids, gates, chunks = random_pairs(5, ACTIVE, EXPERTS)
+    chunks = chunks * 0 + 4
+    fewer = random_encoded(EXPERTS - 1, WIDTH, INNER, GROUP)
+    narrow = random_encoded(EXPERTS, WIDTH, INNER + 8, GROUP)
+    empty = replace(up, planes=[])
+
+    def call(up=up, down=down, up_bias=None, down_bias=None, group=GROUP, x=None):
+        x = rows(5) if x is None else x
+        given = (*opened(up, up_bias), *opened(down, down_bias), "silu_mul", group)
+        return lambda: OPS.expert_ffn(x, ids, gates, chunks, *given)
+
+    assert call(up_bias=torch.ones(EXPERTS, 2 * INNER), down_bias=torch.ones(EXPERTS, WIDTH))().shape == (5, WIDTH)
+    complaint(call(up_bias=torch.ones(EXPERTS)), "bias of the first weight", "[4]", "[4, 24]")
+    complaint(call(down_bias=torch.ones(EXPERTS, 1)), "bias of the second weight", "[4, 1]", "[4, 20]")
+    complaint(call(down=fewer), "4 experts", "3")
+    complaint(call(down=narrow), "second weight", "12 features")
+    complaint(call(group=2 * GROUP), "groups of 16", "other features or groups")
+    complaint(call(group=0), "group_size is 0")
+    complaint(call(up=empty), "0 planes")
+    complaint(call(x=rows(5, ACTIVE)), "x [5, 3, 20]", "[tokens, features]")
+    given = (rows(5), ids, chunks)
+    complaint(lambda: OPS.expert_matmul(*given, *opened(up, torch.ones(2 * INNER)), GROUP), "bias of the weight", "[24]")
+    complaint(lambda: OPS.expert_matmul(*given, *opened(up), 16), "groups of 16")
+
+
+def test_tables_need_a_row_for_every_expert(random_pairs, convex_table, up, down):
+    ids, gates, _ = random_pairs(5, ACTIVE, EXPERTS)
+    both = (*opened(up), *opened(down), "silu_mul", GROUP)
+    table, budget, k_max = allocation(convex_table)
+    complaint(lambda: OPS.routed_ffn(rows(5), ids, gates, table[:3], budget, k_max, *both, 2), "residuals [3, 9]", "4 experts")
+    thresholds, k_max = levels()
+    complaint(lambda: OPS.threshold_ffn(rows(5), ids, gates, thresholds[:3], k_max, *both), "thresholds [3, 8]", "4 experts")
+
+
+def test_an_allocation_inside_is_checked_as_one_outside(random_pairs, convex_table, up, down, monkeypatch):
+    monkeypatch.setattr(paths, "has_triton", lambda device: True)
+    ids, gates, _ = random_pairs(3, ACTIVE, EXPERTS)
+    both = (*opened(up), *opened(down), "silu_mul", GROUP)
+    table, _, k_max = allocation(convex_table)
+
+    def call(budget, gates=gates, seen=gates):
+        return lambda: OPS.routed_ffn(rows(3), ids, gates, table, budget, k_max, *both, 2, True, False, seen)
+
+    for shape in ((2,), (3, 1), (1, 1)):
+        complaint(call(torch.full(shape, 4.0)), "budget", "3 tokens")
+    complaint(call(torch.tensor(4.0), gates=gates[:, :1]), "gates [3, 1]")
+    complaint(call(torch.tensor(4.0), seen=gates[:1]), "gates [1, 3]")
+
+
+def test_a_gate_that_is_no_number_counts_for_nothing_where_nothing_is_read(random_pairs, up, down):
+    ids, gates, chunks = random_pairs(3, ACTIVE, EXPERTS)
+    chunks = chunks.clamp_min(1)
+    chunks[:, 1] = 0
+    both = (*opened(up), *opened(down), "silu_mul", GROUP)
+    expected = OPS.expert_ffn(rows(3), ids, gates, chunks, *both)
+    for gate in (float("nan"), float("inf")):
+        gates[:, 1] = gate
+        assert torch.equal(OPS.expert_ffn(rows(3), ids, gates, chunks, *both), expected)
+
+
+def test_a_block_has_the_planes_that_both_weights_hold(random_pairs, up, down):
+    ids, gates, chunks = random_pairs(3, ACTIVE, EXPERTS)
+    fewer = replace(down, planes=down.planes[:3], scales=down.scales[:3])
+    both = (*opened(up), *opened(fewer), "silu_mul", GROUP)
+    complaint(lambda: OPS.expert_ffn(rows(3), ids, gates, chunks * 0 + 4, *both), "holds 3 planes")
 
 
 def test_ffn_refuses_what_does_not_fit(random_pairs, convex_table, up, down):

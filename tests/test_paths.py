@@ -237,6 +237,17 @@ def test_where_the_file_is(tmp_path, monkeypatch):
     assert paths.cost_file("cpu") == tmp_path / ".cache" / "dpamoe" / "cpu.json"
 
 
+def test_without_a_home_nothing_is_measured(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(paths.Path, "home", homeless)
+    assert paths.load_costs("cpu") == {}
+    with pytest.raises(ValueError, match="home directory.*XDG_CACHE_HOME"):
+        paths.check_costs_can_be_saved("cpu")
+
+
 def test_an_interrupted_save_leaves_the_old_file(store_costs, monkeypatch):
     file = store_costs(SHAPE, 8)
     before = file.read_bytes()
@@ -270,6 +281,10 @@ DAMAGE = {
     "shapes as a list": lambda content: content.update(shapes=[1]),
     "a field too many": changed(more=1),
     "a time that is none": changed(microseconds={"1": {"decode": "fast"}}),
+    "a time without end": changed(microseconds={"1": {"decode": float("inf")}}),
+    "a budget that is no number": changed(budget=float("nan")),
+    "a time of 400 digits": changed(microseconds={"1": {"decode": 10**400}}),
+    "lists in lists": lambda file: file.write_text("[" * 100_000),
     "a time of zero": changed(microseconds={"1": {"decode": 0}}),
     "a path that is none": changed(microseconds={"1": {"other": 1}}),
     "tokens that are none": changed(microseconds={"one": {"decode": 1}}),

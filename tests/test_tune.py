@@ -141,6 +141,14 @@ def test_a_path_that_computes_something_else_is_left_out(folder, store_costs, ma
         assert outcome["shapes"][0]["prefill_from"] is None and KEY in tune.table(outcome)
 
 
+def test_nothing_is_measured_that_cannot_be_saved(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tune, "build_layers", None)
+    with pytest.raises(ValueError, match="cannot be saved.*file.*XDG_CACHE_HOME"):
+        tune.tune(folder, CPU, SPEC, tokens=[1])
+
+
 def test_a_budget_out_of_range(folder, store_costs):
     with pytest.raises(ValueError, match="budget is 9"):
         tune.tune(folder, CPU, SPEC, 9.0, [1])
