@@ -290,7 +290,6 @@ def _ffn_in_triton(
 
 def _allocated_inside(x, expert_ids, gates, both: tuple, one_k: bool, source) -> tuple[Tensor | None, Tensor]:
     """As `_ffn_in_triton` with a source of planes, and the planes spent, int32 [T, A]."""
-    check_pairs(expert_ids, gates=gates)
     chunks = torch.empty(expert_ids.shape, dtype=torch.int32, device=x.device)
     up, down = _opened(x, expert_ids, *both)
     block = (up, both[4], down, both[9], both[10])
@@ -330,6 +329,7 @@ def _routed_ffn(
     )  # fmt: skip
     whole = residuals.shape[1] > max(len(up_planes), len(down_planes))  # a column for each
     if convex and whole and expert_ids.shape[1] <= ALLOCATED_INSIDE and paths.has_triton(x.device):
+        check_pairs(expert_ids, gates=gates)
         check_table(seen, expert_ids, residuals, k_min)
         check_budget(budget, expert_ids.shape[0])
         check_spent(spent, residuals.shape[1])

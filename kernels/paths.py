@@ -24,15 +24,8 @@ import torch
 
 PATHS = ("decode", "bits", "prefill")
 FORMAT, VERSION = "dpamoe-costs", 1
-UNUSABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)  # a file that is no such one
+# what reading a file raises that is no cost file
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 # Pairs per distinct expert up to which decode is taken where nothing was measured: a tile of prefill costs about as much as
 # two rows of decode. At 128 experts, 8 active and even routing this is 26 tokens, 208 pairs.

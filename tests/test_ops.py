@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import dpamoe.kernels.ops  # noqa: F401  registers torch.ops.dpamoe
-from dpamoe.kernels import paths, reference
+from dpamoe.kernels import ops, paths, reference  # ops: registers torch.ops.dpamoe
 
 from .marks import some_slow
 
@@ -347,6 +346,7 @@ def test_a_block_has_the_planes_that_both_weights_hold(random_pairs, up, down):
     fewer = replace(down, planes=down.planes[:3], scales=down.scales[:3])
     both = (*opened(up), *opened(fewer), "silu_mul", GROUP)
     complaint(lambda: OPS.expert_ffn(rows(3), ids, gates, chunks * 0 + 4, *both), "holds 3 planes")
+    assert [len(weight.planes) for weight in ops._opened(rows(3), ids, *both)] == [3, 3]
 
 
 def test_ffn_refuses_what_does_not_fit(random_pairs, convex_table, up, down):
