@@ -1,7 +1,7 @@
 """The warp group of the Hopper kernel, in Gluon, that brings planes, scales, offsets and rows into shared memory.
 
-Planes and scales come by the copies of Ampere, the addresses of which are a lane's own, rows by those of Hopper. Two stretches
-are kept of the former and NS blocks of 128 inputs of the latter, or, where those are one stretch and k differs (EACH), that of
+Planes and scales come by the copies of Ampere, the addresses of which are a lane's own, rows by those of Hopper. STAGES of
+the former are kept and NS blocks of 128 inputs of the latter, or, where those are one stretch and k differs (EACH), that of
 every slice by itself; both sides wait for each other at barriers in memory.
 """
 
@@ -24,7 +24,6 @@ from dpamoe.kernels.hopper_tiles import (
 from dpamoe.kernels.hopper_unpack import fresh, line_of
 
 mbarrier = hopper.mbarrier
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.8 and later, else that in 3.6
 # names of Triton 3.8 and later, else those of 3.6
 load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -43,27 +42,38 @@ def kept(scales, offset, cut: gl.constexpr):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     C: gl.constexpr = cut.C
     OWN: gl.constexpr = 128 * cut.W // cut.GROUP
-    SCALES: gl.constexpr = 2 if cut.TIED else 2 * C
+    STAGES: gl.constexpr = cut.STAGES
+    SCALES: gl.constexpr = STAGES if cut.TIED else STAGES * C
     planes, own_scales, offsets, x, sums = (), (), (), (), ()
     for _ in gl.static_range(cut.NC):  # of each group alone: the compiler sets barriers between copies into one
-        planes = planes + (gl.allocate_shared_memory(gl.int32, [2 * C, 64, 4 * cut.W], plain),)
+        planes = planes + (gl.allocate_shared_memory(gl.int32, [STAGES * C, 64, 4 * cut.W], plain),)
         own_scales = own_scales + (gl.allocate_shared_memory(scales[0].dtype.element_ty, [SCALES, 64, OWN], plain),)
-        offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [2, 64, OWN], plain),)
+        offsets = offsets + (gl.allocate_shared_memory(offset.dtype.element_ty, [STAGES, 64, OWN], plain),)
     for i in gl.static_range(len(cut.KINDS)):
         x = x + (_rows(cut.NS * number_of(cut, i), cut.KINDS[i], 128),)
         sums = sums + (_rows(cut.SUMS * number_of(cut, i), cut.KINDS[i], 16),)
-    plane_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    plane_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    plane_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    plane_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     WAITED: gl.constexpr = cut.P if cut.EACH else cut.NS // cut.TOLD
     x_full = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [WAITED, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    for i in gl.static_range(STAGES):
         mbarrier.init(plane_full.index(i), count=128)  # lanes that copy
-        mbarrier.init(plane_empty.index(i), count=cut.NC)
+        mbarrier.init(plane_empty.index(i), count=128 * cut.NC)
     for i in gl.static_range(WAITED):
         mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=cut.NC)
+        mbarrier.init(x_empty.index(i), count=128 * cut.NC)
     return (planes, own_scales, offsets), x, sums, plane_full, plane_empty, x_full, x_empty
+
+
+@gluon.jit
+def release(empty):
+    """Every lane of a warp group that computes tells `empty` for itself that it has read what this stands for.
+
+    It does so as after copies of its own, of which it has none: around a word for all lanes at once the compiler has them wait
+    for each other, before it, and again before whatever they read next.
+    """
+    async_copy.mbarrier_arrive(empty, increment_count=False)
 
 
 @gluon.jit
@@ -149,7 +159,7 @@ def _bring_slices(x, sums, starts, levels, most, first, phases, memory, cut: gl.
 @gluon.jit
 def bring(given, cut: gl.constexpr):
     """All that the tiles of a program need, in turn."""
-    x, sums, tiles, rows, sources, memory = given
+    x, sums, tiles, tile_count, rows, sources, memory = given
     rings, _, _, plane_full, plane_empty, _, _ = memory
     IN: gl.constexpr = cut.IN
     W: gl.constexpr = cut.W
@@ -158,7 +168,7 @@ def bring(given, cut: gl.constexpr):
     size: gl.constexpr = 32 // sources[1][0].dtype.element_ty.primitive_bitwidth  # scales in 4 bytes, the least that is copied
     word_copy: gl.constexpr = gl.BlockedLayout([1, 4], [32 // W, W], [4, 1], [1, 0])
     scale_copy: gl.constexpr = gl.BlockedLayout([1, size], [32, 1], [4, 1], [1, 0])
-    turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
+    turn, number, end = 0, 0, tile_count * blocks
     phases = end * 0  # of the slices, one bit each
     for taken in range(items_of(end)):
         item = item_of(taken)
@@ -174,8 +184,8 @@ def bring(given, cut: gl.constexpr):
             scales_at = scales_at + (_places(block * cut.NC + j, scale_copy, cut.GROUPS, OWN, cut),)
         line = expert.to(gl.int64) * cut.OUT
         for first in range(0, IN // 128, W):
-            stage = turn % 2
-            mbarrier.wait(plane_empty.index(stage), turn // 2 % 2 ^ 1)
+            stage = turn % cut.STAGES
+            mbarrier.wait(plane_empty.index(stage), turn // cut.STAGES % 2 ^ 1)
             first_word, first_scale = line * (IN // 32) + first * 4, line * cut.GROUPS + first // W * OWN
             _bring_planes(sources, (words_at, scales_at), rings, stage, first_word, first_scale, most, cut)
             async_copy.mbarrier_arrive(plane_full.index(stage), increment_count=False)

@@ -99,8 +99,8 @@ def blocks_at_once(cut: Cut, words: int) -> int:
     return words if cut.whole and words < 4 else 1
 
 
-def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
-    """Bytes of shared memory that no product of these weights exceeds."""
+def shared_memory(cut: Cut, *weights: EncodedWeight, stages: int = 2) -> int:
+    """Bytes of shared memory that no product of these weights exceeds, with so many stretches of planes in it."""
     row, fewest = 0, min(map(words_at_once, weights))  # row: of a stretch, its planes, scales and offsets
     for weight in weights:
         words, planes = words_at_once(weight), len(weight.planes)
@@ -108,7 +108,12 @@ def shared_memory(cut: Cut, *weights: EncodedWeight) -> int:
         scales = groups * (len(weight.scales) * weight.scales[0].element_size() + weight.offset.element_size())
         row = max(row, planes * 16 * words + scales)
     rows = sum(cut.widths) * (2 * BLOCK * cut.kept + 32 * cdiv(cut.kept, fewest))  # of x, and their sums
-    return cut.groups * (2 * ROWS * row + 2048) + rows + 3072  # with what results pass through, and the barriers
+    return cut.groups * (stages * ROWS * row + 2048) + rows + 3584  # with what results pass through, and the barriers
+
+
+def stages_of(cut: Cut, weight: EncodedWeight) -> int:
+    """Stretches of planes in shared memory: three where they have room, so that a group may be ahead of others by two."""
+    return 3 if shared_memory(cut, weight, stages=3) <= SHARED else 2
 
 
 def under_way_together(cut: Cut, *weights: EncodedWeight) -> bool:
@@ -133,11 +138,12 @@ def cut_for(pairs: int, experts: int, one_k: bool, *weights: EncodedWeight) -> C
     return next(cut for cut in room if not one_k or under_way_together(cut, *weights))
 
 
-def constants_of(cut: Cut, one_k: bool, words: int) -> dict:
+def constants_of(cut: Cut, one_k: bool, weight: EncodedWeight) -> dict:
     """What the kernel is compiled for, as it names it."""
+    words = words_at_once(weight)
     return {
         "WIDTHS": cut.widths, "W": words, "B": blocks_at_once(cut, words), "NC": cut.groups, "NS": cut.kept,
-        "ONE": one_k, "REGS": cut.registers[0], "BRING": cut.registers[1],
+        "STAGES": stages_of(cut, weight), "ONE": one_k, "REGS": cut.registers[0], "BRING": cut.registers[1],
     }  # fmt: skip
 
 
@@ -190,7 +196,7 @@ def product(
 
     second: whether it is the second weight that the pairs were sorted for, whose results go back into the order of pairs.
     """
-    cut, words = by.cut, words_at_once(weight)
+    cut = by.cut
     ready, factor = prepare_rows(x, by, sharing, weight)
     rows = {width: TensorDescriptor.from_tensor(ready, [width, BLOCK], ROWS_LAYOUT) for width in set(cut.kinds)}
     sums = {width: TensorDescriptor.from_tensor(ready, [width, 16], SUMS_LAYOUT) for width in set(cut.kinds)}
@@ -200,7 +206,7 @@ def product(
         *map(rows.get, cut.kinds), *map(sums.get, cut.kinds), factor, by.order, by.tiles, by.peaks[int(second)],
         ready.shape[0], 0,
         *triton_experts.tensors_of(weight, bias), out, **triton_experts.shape_of(weight), BIAS=bias is not None, ACT=act,
-        GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, words), num_warps=WARPS,
+        GATED=act != "" and is_gated(act), TARGET=second, **constants_of(cut, by.one_k, weight), num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from dpamoe.kernels.hopper_bring import barrier, bring, kept, mbarrier, wait_for_rows
+from dpamoe.kernels.hopper_bring import bring, kept, mbarrier, release, wait_for_rows
 from dpamoe.kernels.hopper_one_k import multiply_one_k
 from dpamoe.kernels.hopper_tiles import (
     columns_of,
@@ -48,7 +48,10 @@ def _multiply_slice(acc, parts, base, memory, number, last, phases, j: gl.conste
     if cut.EACH:
         mbarrier.wait(x_full.index(j), (phases >> j) % 2)
     for i in gl.static_range(cut.B):
-        right = part_of(x, (number + i) % cut.NS, j, cut).permute((1, 0))
+        place = number + i
+        if not cut.EACH:
+            place = place % cut.NS
+        right = part_of(x, place, j, cut).permute((1, 0))
         acc = hopper.warpgroup_mma(fragment(parts[i], left), right, acc, is_async=cut.B == cut.W)
     right = part_of(sums, place_of_sums(number, cut), j, cut).permute((1, 0))
     if cut.B == cut.W:
@@ -57,8 +60,7 @@ def _multiply_slice(acc, parts, base, memory, number, last, phases, j: gl.conste
     elif last:
         acc = hopper.warpgroup_mma(bases(base, left), right, acc)
     if cut.EACH:
-        barrier()
-        mbarrier.arrive(x_empty.index(j), count=1)
+        release(x_empty.index(j))
     return acc
 
 
@@ -88,6 +90,8 @@ def _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own: g
     words, raw = read_plane(planes[own], scales[own], stage, 0, W, C, TIED)
     words = chosen(words, w, B, W)
     share = power * 2.0**14
+    if cut.EACH:
+        number = phases * still  # the only place there is
     for c in range(most_of(levels, cut.P)):
         later, raw_later = read_plane(planes[own], scales[own], stage, gl.minimum(c + 1, C - 1), W, C, TIED)
         scale, share = scale_of(raw, unit, share, TIED)
@@ -121,36 +125,36 @@ def _begun(entry, factor, order, cut: gl.constexpr):
 @gluon.jit
 def _compute(given, own: gl.constexpr, cut: gl.constexpr):
     """A warp group that computes 64 rows of each tile."""
-    factor, order, tiles, peaks, unit, bias, out, still, memory = given
+    factor, order, tiles, tile_count, peaks, unit, bias, out, still, memory = given
     _, _, _, plane_full, plane_empty, _, x_empty = memory
     B: gl.constexpr = cut.B
     W: gl.constexpr = cut.W
     blocks: gl.constexpr = (cut.OUT + 64 * cut.NC - 1) // (64 * cut.NC)
-    turn, number, end = 0, 0, gl.load(tiles + 1) * blocks
+    turn, number, end = 0, 0, tile_count * blocks
     phases = end * 0  # of the slices, one bit each
     entry, expert, tile = tile_of(item_of(0), end, blocks, tiles, peaks, unit, cut)
     for taken in range(items_of(end)):
         next_entry, next_expert, next_tile = tile_of(item_of(taken + 1), end, blocks, tiles, peaks, unit, cut)
         accs, columns = _begun(entry, factor, order, cut)
         for b in range(0, cut.IN // 128, B):
-            stage, w = turn % 2, b % W
-            mbarrier.wait(plane_full.index(stage), turn // 2 % 2)
+            stage, w = turn % cut.STAGES, b % W
+            mbarrier.wait(plane_full.index(stage), turn // cut.STAGES % 2)
             if cut.ONE:
                 accs = multiply_one_k(accs, memory, tile, stage, w, number, own, cut)
             else:
                 accs = _multiply_blocks(accs, memory, tile, stage, w, number, still, phases, own, cut)
-            barrier()
             if cut.EACH:
                 phases = phases ^ used_of(tile[2], cut.P)
             else:
                 for i in gl.static_range(0, B, cut.TOLD):
-                    mbarrier.arrive(x_empty.index((number + i) % cut.NS // cut.TOLD), count=1)
+                    release(x_empty.index((number + i) % cut.NS // cut.TOLD))
             number += B
             if B == W:
-                mbarrier.arrive(plane_empty.index(stage), count=1)
+                release(plane_empty.index(stage))
                 turn += 1
             else:
-                mbarrier.arrive(plane_empty.index(stage), count=1, pred=w == W - 1)
+                if w == W - 1:
+                    release(plane_empty.index(stage))
                 turn += (w == W - 1).to(gl.int32)
         row_block = item_of(taken) % blocks * cut.NC + own
         for j in gl.static_range(cut.P):
@@ -164,7 +168,7 @@ def hopper_prefill_kernel(
     x0, x1, x2, sums0, sums1, sums2, factor, order, tiles, peaks, rows, still, planes, scales, offset, unit, bias, out,
     OUT: gl.constexpr, IN: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, C: gl.constexpr, TIED: gl.constexpr,
     BIAS: gl.constexpr, ACT: gl.constexpr, GATED: gl.constexpr, TARGET: gl.constexpr,
-    WIDTHS: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr,
+    WIDTHS: gl.constexpr, W: gl.constexpr, B: gl.constexpr, NC: gl.constexpr, NS: gl.constexpr, STAGES: gl.constexpr,
     ONE: gl.constexpr, REGS: gl.constexpr, BRING: gl.constexpr,
 ):  # fmt: skip
     """Tiles of slices of up to WIDTHS pairs: out[row of the pair] = act(W_k x + bias).
@@ -173,10 +177,11 @@ def hopper_prefill_kernel(
     width takes, the largest first. still: 0. A lane has REGS registers in the warp groups that compute, BRING in the one that
     brings.
     """
-    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, ONE, WIDTHS)
+    cut: gl.constexpr = sizes_of(OUT, IN, GROUPS, GROUP, C, TIED, BIAS, ACT, GATED, TARGET, W, B, NC, NS, STAGES, ONE, WIDTHS)
     memory = kept(scales, offset, cut)
-    common = (factor, order, tiles, peaks, unit, bias, out, still, memory)
-    needs = ((x0, x1, x2), (sums0, sums1, sums2), tiles, rows, (planes, scales, offset), memory)
+    tile_count = gl.load(tiles + 1)
+    common = (factor, order, tiles, tile_count, peaks, unit, bias, out, still, memory)
+    needs = ((x0, x1, x2), (sums0, sums1, sums2), tiles, tile_count, rows, (planes, scales, offset), memory)
     if NC == 2:
         gl.warp_specialize(
             [(_compute, (common, 0, cut)), (_compute, (common, 1, cut)), (bring, (needs, cut))], [4, 4], [REGS, BRING]

@@ -27,6 +27,7 @@ class _Sizes:
     B: int  # blocks of 128 inputs unpacked at once: W or 1
     NC: int  # warp groups that compute
     NS: int  # blocks of x kept
+    STAGES: int  # stretches of planes kept
     ONE: bool  # all slices of a tile have the same k
     WIDTHS: tuple  # most pairs of each slice
 

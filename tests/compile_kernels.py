@@ -284,9 +284,9 @@ def hopper(card):
                 cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
                 title = f"hopper {name} {cut.widths} by {cut.groups}{', one k' if one_k else ''}"
                 if title not in found:
-                    words = hopper_experts.words_at_once(weight)
-                    found[title] = hopper_kernel(card, sizes, cut, one_k, words, ("HGMMA", "WARPGROUP.DEPBAR"))
-                    found[title]["most"] = hopper_experts.shared_memory(cut, weight)
+                    found[title] = hopper_kernel(card, sizes, cut, one_k, weight, ("HGMMA", "WARPGROUP.DEPBAR"))
+                    stages = hopper_experts.stages_of(cut, weight)
+                    found[title]["most"] = hopper_experts.shared_memory(cut, weight, stages=stages)
     return found
 
 
@@ -297,9 +297,10 @@ def some_hopper(card, cases):
     found = {}
     for pairs, one_k in cases:
         for second, sizes in enumerate((UP | {"TARGET": False}, DOWN | {"TARGET": True, "ACT": "", "GATED": False})):
-            cut = hopper_experts.cut_for(pairs, 1, one_k, weight_of(sizes))
+            weight = weight_of(sizes)
+            cut = hopper_experts.cut_for(pairs, 1, one_k, weight)
             counted = ("HGMMA", "UTMALDG", "LDGSTS")  # products of a warp group, copies of rows, copies of planes and scales
-            facts = hopper_kernel(card, sizes, cut, one_k, 2, counted)
+            facts = hopper_kernel(card, sizes, cut, one_k, weight, counted)
             found[f"{pairs}, one k {one_k}, second {bool(second)}"] = facts | {"cut": vars(cut)}
     return found
 
@@ -314,15 +315,15 @@ def weight_of(sizes):
     return EncodedWeight(planes, scales, offset, unit, sizes["IN"], sizes["GROUP"])
 
 
-def hopper_kernel(card, sizes, cut, one_k, words, counted=()):
-    """The prefill kernel for Hopper, cut so."""
+def hopper_kernel(card, sizes, cut, one_k, weight, counted=()):
+    """The prefill kernel for Hopper, cut so, for a weight of these sizes."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from dpamoe.kernels import hopper_experts, hopper_prefill
 
     constants = {key: value for key, value in sizes.items() if key not in ("E", "ASM")}
-    constants |= hopper_experts.constants_of(cut, one_k, words)
+    constants |= hopper_experts.constants_of(cut, one_k, weight)
     types = {
         f"{name}{i}": f"tensordesc<fp16[{rows}, {width}],{gl.NVMMASharedLayout(2 * min(width, 64), 16, 2)!r}>"
         for name, width in (("x", hopper_experts.BLOCK), ("sums", 16))

@@ -92,7 +92,7 @@ class Hopper:
     def _specialize(self, parts, warps, registers):
         """Run all groups; this program ends when they do."""
         assert len(warps) == len(registers) == len(parts) - 1
-        self.groups, self.asked = Groups(self.random), []
+        self.groups, self.asked = Groups(self.random), [[] for _ in parts]
         self.reading = [[] for _ in parts]
         self.groups.run([partial(function, *given) for function, given in parts])
         assert not any(self.reading), "products are still under way at the end"
@@ -138,11 +138,16 @@ class Hopper:
         value = tl.load(source).handle.data
         assert value.shape[1] * value.itemsize >= 4, "less than a copy can move"
         part.ask(self._known())
-        self.asked.append((part, value))
+        self.asked[self.groups.current].append((part, value))
 
     def _arrive_after_copies(self, barrier, increment_count):
+        """Of every lane; of the group's own copies, at once where it has none."""
         assert not increment_count
-        asked, self.asked = self.asked, []
+        own = self.groups.current
+        asked, self.asked[own] = self.asked[own], []
+        if not asked:
+            self.groups.tell(barrier.arrive, LANES)
+            return
 
         def land():
             barrier.arrive(LANES, {part: copy for own in asked for part, copy in own[0].land(own[1]).items()})

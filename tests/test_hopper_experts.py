@@ -46,9 +46,11 @@ def test_cuts_have_room(random_encoded, sparing, pairs, one_k, kind):
     unpacked = 32 * blocks + 4 * (blocks == words)  # with the offsets, behind the last block
     copies = 1 if sparing or not one_k else len(cut.widths)
     assert sum(cut.widths) // 2 + copies * unpacked <= computing - 28  # fp32 sums; the rest is for everything else
-    planes = cut.groups * 2 * 64 * PLANES * 16 * words
+    stages = he.stages_of(cut, weight)
+    planes = cut.groups * stages * 64 * PLANES * 16 * words
     rows = cut.kept * sum(cut.widths) * 256
-    assert planes + rows < he.shared_memory(cut, weight) <= he.SHARED
+    assert planes + rows < he.shared_memory(cut, weight, stages=stages) <= he.SHARED
+    assert stages == 3 or he.shared_memory(cut, weight, stages=3) > he.SHARED
     assert list(cut.widths) == sorted(cut.widths, reverse=True) and len(set(cut.widths)) <= len(cut.kinds) == 3
     assert cut.widths[0] <= 16 or 2 * pairs > cut.widths[0] or words == 4  # no slice is much wider than an expert has pairs
 

@@ -16,6 +16,7 @@ from dpamoe.kernels import grouped
 from dpamoe.kernels.hopper_experts import Cut
 from dpamoe.kernels.layout import EncodedWeight, pack_signs
 
+from .hopper_on_cpu import LANES
 from .marks import some_slow
 from .warp_groups import Barrier, Groups, Part
 
@@ -234,8 +235,8 @@ READ, COPIED, OUTSIDE = "where others may read", "where another may be under way
 # a cut, functions that take the place of others, by the names of those, and what may be said of it first
 FAULTS = {
     "rows are not waited for": (ONE_K, lambda names: without_waits(names, 1), (ARRIVED, COPIED, MORE)),
-    "planes are not waited for": (ONE_K, lambda names: without_waits(names, 128), (ARRIVED, COPIED, STUCK)),
-    "room is not waited for": (ONE_K, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
+    "planes are not waited for": (ONE_K, lambda names: without_waits(names, LANES), (ARRIVED, COPIED, STUCK)),
+    "room is not waited for": (ONE_K, lambda names: without_waits(names, 2 * LANES), (ARRIVED, READ, COPIED, STUCK, MORE)),
     "products are not waited for": (ONE_K, lambda names: {"_finished": lambda accs: accs}, ("'Pending' object has no", READ)),
     "rows of several slices are not waited for": (TOGETHER, lambda names: {"wait_for_rows": nothing}, (ARRIVED, COPIED, MORE)),
     "no bytes are announced": (ONE_K, lambda names: {"_expect": nothing}, (STUCK,)),
@@ -243,8 +244,12 @@ FAULTS = {
         ONE_K, lambda names: {"line_of": lambda block, *given: block * 64 + names["gl"].arange(0, 64)}, (OUTSIDE,),
     ),
     "rows of a slice are not waited for": (SLICES, lambda names: without_waits(names, 1), (ARRIVED, COPIED, MORE)),
-    "planes are not waited for by slices": (SLICES, lambda names: without_waits(names, 128), (ARRIVED, COPIED)),
-    "room of a slice is not waited for": (SLICES, lambda names: without_waits(names, 2), (ARRIVED, READ, COPIED, STUCK, MORE)),
+    "planes are not waited for by slices": (SLICES, lambda names: without_waits(names, LANES), (ARRIVED, COPIED)),
+    "room of a slice is not waited for": (
+        SLICES, lambda names: without_waits(names, 2 * LANES), (ARRIVED, READ, COPIED, STUCK, MORE),
+    ),
+    "room is not given back": (ONE_K, lambda names: {"release": nothing}, (STUCK,)),
+    "room of a slice is not given back": (SLICES, lambda names: {"release": nothing}, (STUCK,)),
     "phases of slices stay": (
         SLICES, lambda names: {"used_of": lambda levels, P: levels * 0}, (ARRIVED, READ, COPIED, STUCK, MORE),
     ),
