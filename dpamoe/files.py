@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -25,8 +26,12 @@ def check_place(file: Path) -> None:
         raise ValueError(f"{file} is a folder: give the name of a file")
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is a device or a pipe, whose place a file would take: give the name of a file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"folder {folder}, which should hold {file.name}, cannot be written to: choose another place")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # rights alone say nothing of /proc, or of a disk that is only read
+    except OSError as error:
+        raise ValueError(
+            f"folder {folder}, which should hold {file.name}, cannot be written to ({error.strerror}): choose another place"
+        ) from error
 
 
 def read_json(file: Path, remedy: str) -> dict:

@@ -90,7 +90,10 @@ def held_spec(source: str, group_size: int | None, scale_mode: str | None) -> En
 
 
 def skeleton(config) -> nn.Module:
-    """The language model of a config, parameters in bf16 on the meta device, buffers in memory. ValueError if there is none."""
+    """The language model of a config, parameters in bf16 on the meta device, buffers in memory.
+
+    Raises ValueError if there is none, or where its sizes and names make no model.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -99,8 +102,14 @@ def skeleton(config) -> nn.Module:
             f"{type(config).__name__} belongs to no language model of transformers: use the config of its text model"
         )
     config = copy.deepcopy(config)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"transformers makes no {config.model_type} model of this config ({type(error).__name__}: {error}): "
+            "use sizes and names that it takes"
+        ) from error
     model.tie_weights()
     return model.eval()
 
@@ -125,7 +134,8 @@ def with_sites(config, spec: EncodeSpec) -> tuple[nn.Module, list[Site]]:
     sketches = _sketches(model)
     found = [_site(sketch, spec) for sketch in sketches if not sketch.reason]
     if not found:
-        reasons = "; ".join(f"{sketch.path}: {sketch.reason}" for sketch in sketches[:4]) or "it looks dense"
+        looked_at = {sketch.reason: sketch.path for sketch in reversed(sketches)}  # the first of every reason
+        reasons = "; ".join(f"{path}: {reason}" for reason, path in looked_at.items()) or "it looks dense"
         raise ValueError(f"no routed experts with a module of their own were found in {type(model).__name__} ({reasons})")
     return model, found
 
@@ -138,7 +148,9 @@ def _sketches(model: nn.Module) -> list[weightless.Sketch]:
     try:
         return weightless.sketch_sites(model, *calibration.example_batch(model, None))
     except (NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{type(model).__name__} does not run without its weights ({error}): use another model") from error
+        raise ValueError(
+            f"{type(model).__name__} does not run without its weights ({error}): use another model, or sizes that go together"
+        ) from error
 
 
 def _site(sketch: weightless.Sketch, spec: EncodeSpec) -> Site:
@@ -146,6 +158,10 @@ def _site(sketch: weightless.Sketch, spec: EncodeSpec) -> Site:
         raise ValueError(
             f"the activation of {sketch.path} is not fused, so random experts cannot stand for it: "
             f"use a model with {', '.join(ACTIVATIONS)}"
+        )
+    if not 1 <= sketch.top_k <= sketch.experts:
+        raise ValueError(
+            f"{sketch.path} chooses {sketch.top_k} of {sketch.experts} experts for a token: use 1 to {sketch.experts}"
         )
     narrowest = min(sketch.hidden, sketch.inner)
     if spec.group_size > narrowest:

@@ -274,6 +274,19 @@ def test_what_was_measured_stays_whatever_ends_the_run(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--prompts", "8", "--baselines-first"), "--prompts, --baselines-first says nothing in --mode layer"),
+        (("--mode", "model", "--tokens", "8"), "--tokens says nothing in --mode model: leave it out, or ask for --mode layer"),
+    ],
+)
+def test_flags_of_the_other_mode_are_refused(folder, capsys, monkeypatch, flags, words):
+    monkeypatch.setattr(synthetic, "read_config", None)
+    assert call(folder(), *flags) == 1
+    assert words in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(synthetic, "read_config", None)
     for file, words in ((tmp_path / "no" / "a.json", "which should hold a.json, does not exist"), (tmp_path, "is a folder")):

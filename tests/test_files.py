@@ -1,6 +1,9 @@
 """JSON files are whole or not there, whatever goes wrong while one is written."""
 
+import errno
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +60,20 @@ def test_where_a_file_may_be_written(tmp_path):
 
 
 def test_a_folder_that_takes_no_files_is_found_before_it_is_written_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
-    with pytest.raises(ValueError, match=f"folder {tmp_path}, which should hold a.json, cannot be written to"):
+    def refused(dir):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"folder {tmp_path}, which should hold a.json, cannot be written to .Read-only file"):
         check_place(tmp_path / "a.json")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder that takes no files whoever asks")
+def test_a_folder_of_the_system_takes_no_files():
+    with pytest.raises(ValueError, match="folder /proc, which should hold a.json, cannot be written to"):
+        check_place(Path("/proc/a.json"))
+
+
+def test_looking_for_a_place_leaves_nothing(tmp_path):
+    check_place(tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())

@@ -94,11 +94,25 @@ def test_sites_are_those_that_are_verified_with_weights(random_model, random_ids
         ("llama", {}, SPEC, "no routed experts .* looks dense"),
         ("qwen3_moe", {}, EncodeSpec(group_size=64), "group_size 64 exceeds the 32 inputs of model.layers.0.mlp.experts"),
         ("qwen3_moe", {"hidden_act": "tanh"}, SPEC, "is not fused"),
+        (
+            "qwen3_moe",
+            {"hidden_act": "none"},
+            SPEC,
+            "makes no qwen3_moe model of this config .KeyError: 'none'.: use sizes and",
+        ),
+        (
+            "qwen3_moe",
+            {"hidden_size": -4},
+            SPEC,
+            "makes no qwen3_moe model of this config .RuntimeError.*: use sizes and names",
+        ),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, SPEC, "experts chooses 0 of 8 experts for a token: use 1 to 8"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, SPEC, "use another model, or sizes that go together"),
     ],
 )
-def test_models_that_cannot_be_made_up(random_model, family, changes, spec, words):
+def test_models_that_cannot_be_made_up(folder, family, changes, spec, words):
     with pytest.raises(ValueError, match=words):
-        synthetic.with_sites(random_model(family, changes).config, spec)
+        synthetic.with_sites(synthetic.read_config(folder(family), changes), spec)
 
 
 @pytest.mark.parametrize("tied", [False, True])
