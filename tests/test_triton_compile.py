@@ -16,10 +16,10 @@ LIMIT = 101376  # bytes a program may take on those
 PRODUCTS = (80, 86, 87, 89, 90)  # cards that multiply single bits
 # Bytes of stack: "bits" outside of loops, where many pairs are put in order or, on card 90, one is computed; "tied" also scales
 # that stay the same for all pairs of an expert; "hopper", in warp groups of their own roles, what changes from tile to tile or
-# stretch to stretch, most in groups of 32 or where a weight is a single stretch (120 with triton 3.9, 88 with 3.6); "widths"
+# stretch to stretch, most in groups of 32 or where a weight is a single stretch (136 with triton 3.9, 88 with 3.6); "widths"
 # and "one", the one program that cuts the pairs of 512 experts into tiles (16 and 40 with triton 3.9, none and 24 with 3.6;
 # none of 128).
-SPILLS = {"bits": 8, "tied": 48, "hopper": 120, "one": 40, "widths": 16}
+SPILLS = {"bits": 8, "tied": 48, "hopper": 136, "one": 40, "widths": 16}
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
