@@ -92,7 +92,7 @@ def allocate_dispatch(gates, expert_ids, residuals, budget: Tensor, k_max: Tenso
     present = (
         torch.zeros(experts, dtype=torch.long, device=gates.device).index_add_(0, ids.flatten(), held.long().flatten()) > 0
     )
-    extra = torch.floor(present.sum() * (budget.double() - k_min) + (0.5 + 1e-5)).long()
+    extra = torch.floor(present.sum() * (torch.minimum(budget.double(), k_max) - k_min) + (0.5 + 1e-5)).long()
     extra = torch.minimum(extra.clamp_min(0), present.sum() * (k_max - k_min)).view(1)
     if convex or is_convex(residuals, k_min):
         gains = weigh(importance.float(), plane_gains(residuals, k_min, k_max))

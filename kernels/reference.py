@@ -66,7 +66,7 @@ def planes_to_spend(expert_ids: Tensor, experts: int, budget: Tensor, k_min: int
     """
     held = (expert_ids >= 0) & (expert_ids < experts)
     active = held.sum(-1)
-    spend = torch.floor(active * budget.double() + (0.5 + 1e-5)).long()
+    spend = torch.floor(active * torch.minimum(budget.double(), k_max) + (0.5 + 1e-5)).long()  # no whole number is infinite
     return held, torch.minimum(torch.maximum(spend, active * k_min), active * k_max)
 
 

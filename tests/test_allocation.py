@@ -102,7 +102,8 @@ def test_budgets_outside_the_range_are_clamped(random_pairs, convex_table):
     ids, gates, _ = random_pairs(3, 4, 8)
     for find in (selected, judge):
         assert (find(gates, ids, convex_table(8), 0.5) == K_MIN).all()
-        assert (find(gates, ids, convex_table(8), 99.0) == 8).all()
+        for most in (99.0, float("inf")):
+            assert (find(gates, ids, convex_table(8), most) == 8).all()
 
 
 @pytest.mark.parametrize("find", [selected, judge])
@@ -315,7 +316,8 @@ def test_dispatch_rounds_half_up(convex_table, count, budget, planes):
 def test_dispatch_stays_in_range(random_pairs, convex_table):
     ids, gates, _ = random_pairs(5, 3, 8)
     assert (dispatched(gates, ids, convex_table(8), 0.1) == K_MIN).all()
-    assert (dispatched(gates, ids, convex_table(8), 50.0) == 8).all()
+    for most in (50.0, float("inf")):
+        assert (dispatched(gates, ids, convex_table(8), most) == 8).all()
     chunks = dispatched(gates, ids, convex_table(8), 3.0, planes=4)
     assert chunks.max() <= 4
     picks = distinct_picks(ids, chunks, 8)

@@ -111,8 +111,9 @@ def test_ties_go_to_the_lower_slot(random_pairs, convex_table, active, convex):
 def test_largest_precision(random_pairs, convex_table, planes):
     table, (ids, gates, _) = convex_table(8), random_pairs(2, 2, 8)
     for shape in (table, bend(table)):
-        chunks = agree("allocate", gates, ids, shape, torch.tensor([2.7, 5.0]), planes=planes)
-        assert chunks.max() <= planes
+        for second in (5.0, float("inf")):
+            chunks = agree("allocate", gates, ids, shape, torch.tensor([2.7, second]), planes=planes)
+            assert chunks.max() <= planes
 
 
 @pytest.mark.parametrize("k_min, planes", [(0, 8), (1, 8), (1, 1), (4, 6), (8, 8)])
@@ -270,7 +271,7 @@ def test_dispatch_ties_go_to_the_lower_expert(random_pairs, convex_table, convex
 @pytest.mark.parametrize("planes", [2, 3, 6, 8])
 def test_dispatch_in_range(random_pairs, convex_table, planes):
     table, (ids, gates, _) = convex_table(8), random_pairs(5, 3, 8)
-    for budget, shape in ((0.1, table), (2.6, bend(table)), (50.0, table), (50.0, bend(table))):
+    for budget, shape in ((0.1, table), (2.6, bend(table)), (50.0, table), (50.0, bend(table)), (float("inf"), table)):
         assert agree("allocate_dispatch", gates, ids, shape, budget, planes=planes).max() <= planes
     for k_min in (0, 1, 8):
         agree("allocate_dispatch", gates, ids, table, k_min + 0.0, k_min=k_min)

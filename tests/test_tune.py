@@ -56,6 +56,12 @@ def test_costs_are_stored_and_followed(folder, store_costs, made_up):
     assert outcome["file"] == str(paths.cost_file("cpu"))
 
 
+@pytest.mark.parametrize("dpa, start", [(10.4, None), (10.6, 8)])
+def test_uniform_pays_where_planes_by_token_cost_a_twentieth_more(dpa, start):
+    timing = tune.Timing(8, {"decode": 20.0, "prefill": dpa}, {"decode": 10.0, "prefill": 15.0})
+    assert tune.costs_of([timing], 4.0).uniform_from == start
+
+
 def test_a_table_with_1_bit_products(folder, store_costs, monkeypatch):
     """Times by pairs: bits cost most for one token and least up to 16; the file and the table have all three."""
     spec = EncodeSpec(group_size=128)
