@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpamoe import api
+from dpamoe import api, program
 from dpamoe.kernels.grouped import prefixes
 from dpamoe.modes import evaluating
 from dpamoe.modules import EncodedExperts, encoded_experts
@@ -165,8 +165,8 @@ def output_errors(experts: EncodedExperts, weights: ExpertWeights, expert: int, 
     biases = [None if bias is None else bias[expert].to(rows) for bias in (weights.up_bias, weights.down_bias)]
 
     def run(up: Tensor, down: Tensor) -> Tensor:
-        result = F.linear(experts.activation(F.linear(rows, up, biases[0])), down, biases[1])
-        return result if experts.post is None else experts.post(result)
+        result = F.linear(program.run(experts.activation, F.linear(rows, up, biases[0]), expert), down, biases[1])
+        return result if experts.post is None else program.run(experts.post, result, expert)
 
     exact, counts = run(weights.up[expert].to(rows), weights.down[expert].to(rows)), list(_counts(experts))
     encoded = [prefixes(part.weight, expert, counts) for part in (experts.gate_up_proj, experts.down_proj)]

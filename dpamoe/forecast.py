@@ -96,6 +96,9 @@ def written_size(
         reasons.append(f"{path} could be encoded after all")
         size += sum(length for name, length in lengths.items() if name.startswith(f"{path}."))
         size -= plan.bytes_of(plan.mapping.below(path))
+    own = tuple(f"{sketch.path}.{part}." for sketch in kept for part in ("act", "post"))
+    size += sum(length for name, length in lengths.items() if name.startswith(own))
+    size -= sum(sum(own_sizes(plan, sketch).values()) for sketch in kept)
     known = tuple(f"{sketch.path}." for sketch in kept)
     wide = [name for name in tensors if WIDENED.search(name) and name.startswith(known) and tensors[name]["dtype"] == "F32"]
     if wide:
@@ -143,7 +146,16 @@ def encoded_sizes(plan: Outline, sketch: Sketch, spec: EncodeSpec) -> dict[str, 
         held = [f"{sketch.path}.{own}" for stack in stacks if stack is not None for own in stack.names]
         if held:
             sizes[name] = plan.bytes_of(held)
-    return sizes | {"residuals": 4 * sketch.experts * (spec.k_max + 1)}
+    return sizes | own_sizes(plan, sketch) | {"residuals": 4 * sketch.experts * (spec.k_max + 1)}
+
+
+def own_sizes(plan: Outline, sketch: Sketch) -> dict[str, int]:
+    """Bytes of what else an experts module holds, such as norms; how much of it its programs read, and keep, is not known."""
+    layout = sketch.layout
+    stacks = (*layout.ups, layout.down, *layout.up_biases, *([layout.down_bias] if layout.down_bias else ()))
+    known = {f"{sketch.path}.{name}" for stack in stacks for name in stack.names}
+    others = [name for name in plan.mapping.below(sketch.path) if name not in known]
+    return {f"post.{name.removeprefix(sketch.path + '.').replace('.', '_')}": plan.bytes_of([name]) for name in others}
 
 
 def _texts(plan: Outline, spec: EncodeSpec, names: list[str]) -> int:

@@ -111,6 +111,7 @@ class EncodedExperts(nn.Module):
         self.unreached: list[int] = []
         self.act = None if site.program is None else program.to_module(site.program, parameters)
         self.post = program.after(site, parameters)
+        self.by_expert = program.by_expert(site.program) or program.by_expert(site.post)
         self.gate_up_proj, self.down_proj = EncodedTensor(up), EncodedTensor(down)
         self.register_buffer("up_bias", up_bias)
         self.register_buffer("down_bias", down_bias)
@@ -245,7 +246,7 @@ class EncodedExperts(nn.Module):
 
     @property
     def activation(self) -> Callable[[Tensor], Tensor]:
-        """What stands between the matmuls, from [N, U] to [N, I]."""
+        """What stands between the matmuls, from [N, U] to [N, I], for `program.run`."""
         return ACTIVATIONS[self.site.activation] if self.act is None else self.act
 
     def compute(self, rows: Tensor, index: Tensor, weights: Tensor, chunks: Tensor) -> Tensor:
@@ -270,10 +271,11 @@ class EncodedExperts(nn.Module):
         gates = weights.float()[..., None].masked_fill(left_out, 0.0)
         x = rows.float()[:, None] * gates if self.site.weigh_input else rows.float()
         inner = self._matmul(x, index, chunks, self.gate_up_proj(), self.up_bias)
-        inner = self.activation(inner.flatten(0, 1)).view(*index.shape, self.site.inner)
+        ids = index.flatten() if self.by_expert else None  # unread it would still hide the ids from the fusing pass
+        inner = program.run(self.activation, inner.flatten(0, 1), ids).view(*index.shape, self.site.inner)
         result = self._matmul(inner, index, chunks, self.down_proj(), self.down_bias)
         if self.post is not None:
-            result = self.post(result.flatten(0, 1)).view(result.shape).masked_fill(left_out, 0.0)
+            result = program.run(self.post, result.flatten(0, 1), ids).view(result.shape).masked_fill(left_out, 0.0)
         return (result if self.site.weigh_input else result * gates).sum(1).to(rows.dtype)
 
     def _matmul(self, x: Tensor, index: Tensor, chunks: Tensor, weight: EncodedWeight, bias: Tensor | None) -> Tensor:

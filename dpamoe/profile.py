@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpamoe import program
 from dpamoe.kernels.grouped import prefixes
 from dpamoe.kernels.layout import EncodedWeight
 from dpamoe.modes import evaluating
@@ -151,16 +152,18 @@ def residual_table(
 def _output_error(weights: ExpertWeights, up, down, act: Callable, post: Callable | None, expert: int, rows: Tensor) -> Tensor:
     """Mean |f(x) - f^(k)(x)|^2 over rows [n, H] with finite output, k = 0 … C; fp64 [C + 1], NaN without such a row."""
     biases = [None if bias is None else bias[expert].float() for bias in (weights.up_bias, weights.down_bias)]
-    exact = F.linear(act(F.linear(rows, weights.up[expert].float(), biases[0])), weights.down[expert].float(), biases[1])
-    exact = exact if post is None else post(exact)
+
+    def run(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        result = F.linear(program.run(act, F.linear(rows, up, biases[0]), expert), down, biases[1])
+        return result if post is None else program.run(post, result, expert)
+
+    exact = run(rows, weights.up[expert].float(), weights.down[expert].float())
     finite = torch.isfinite(exact).all(1)
     rows, exact = rows[finite], exact[finite]
     errors = [exact.double().square().sum(1).mean()]
     counts = list(range(1, len(up.planes) + 1))
     for up_dense, down_dense in zip(prefixes(up, expert, counts), prefixes(down, expert, counts), strict=True):
-        approximate = F.linear(act(F.linear(rows, up_dense, biases[0])), down_dense, biases[1])
-        approximate = approximate if post is None else post(approximate)
-        errors.append((exact - approximate).double().square().sum(1).mean())
+        errors.append((exact - run(rows, up_dense, down_dense)).double().square().sum(1).mean())
     return torch.stack(errors).cpu()
 
 

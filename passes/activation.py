@@ -1,5 +1,8 @@
 """Recover what an expert does between and behind its matmuls: replay the recorded calls on other rows, name fused ones."""
 
+from collections.abc import Container
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -28,28 +31,33 @@ def extract(body: Body, prefix: str) -> fx.GraphModule:
     """The nodes between the matmuls of one body as a module from [N, U] to [N, I], U the rows of all parts together.
 
     prefix: path below which parameters are named. Rearrangements of whole rows and casts are dropped, so that it runs at any
-    number of rows and in any dtype.
+    number of rows and in any dtype. Parameters with a row for each expert are read by the ids of the rows (see `program`).
     """
-    return _replay([up.out for up in body.ups], body.between, body.down.data, prefix)
+    return _replay(body, [up.out for up in body.ups], body.between, body.down.data, prefix)
 
 
 def extract_post(recording: Recording, body: Body, prefix: str) -> fx.GraphModule | None:
     """What follows the last matmul of a body up to where its gate comes in, from [N, O] to [N, O]; None for nothing.
 
-    The gate is the first tensor that is neither made from the expert's output nor a parameter.
+    The gate is the first tensor that is neither made from the expert's output nor a parameter, nor 1 everywhere, nor just
+    places of rows. What stands outside of the module `prefix` is not followed.
     """
-    own, end = {body.down.out}, body.down.out
+    own, end, owned = {body.down.out}, body.down.out, ExpertParameters(body)
     for node in recording.nodes[body.down.out.meta["at"] + 1 :]:
         mine = [source for source in node.all_input_nodes if source in own]
         if not mine:
             continue
-        foreign = [source for source in node.all_input_nodes if source not in own and not _constant(recording, source)]
-        if foreign or name_of(node) in REDUCTIONS - {"mean", "sum"} or _over_rows(node):
+        moved = _moved_rows(node, own)
+        others = [source for source in node.all_input_nodes if source not in own and not _is_one(node, source)]
+        foreign = not all(owned.holds(source) or _constant(recording, source) for source in others)
+        outside = prefix and not f"{node.meta['module']}.".startswith(f"{prefix}.")
+        ends = foreign or name_of(node) in REDUCTIONS - {"mean", "sum"} or _over_rows(node)
+        if outside or (ends and moved is None):
             end = mine[0]
             break
         own.add(node)
     inside = sorted((own & recording.ancestors([end])) - {body.down.out}, key=lambda node: node.meta["at"])
-    module = _replay([body.down.out], inside, end, prefix)
+    module = _replay(body, [body.down.out], inside, end, prefix)
     return module if any(node.op == "call_function" for node in module.graph.nodes) else None
 
 
@@ -61,29 +69,172 @@ def _over_rows(node: fx.Node) -> bool:
     return over is None or [place % rank for place in ([over] if isinstance(over, int) else over)] != [rank - 1]
 
 
+def _moved_rows(node: fx.Node, own: Container[fx.Node]) -> fx.Node | None:
+    """The one of `own` whose rows a node only gives other places: it picks, joins or writes rows, or sums over one choice."""
+    kind, args = name_of(node), node.args
+    if (joined := _of_whole_rows(node, kind)) is not None:
+        return next((source for source in joined if source in own), None)
+    if kind in ("index_put", "index_put_"):
+        whole = len(args[1]) == 1 and not (len(args) > 3 and args[3])
+        return next((source for source in (args[2], args[0]) if source in own), None) if whole else None
+    if kind in ("index_copy", "index_copy_"):
+        return next((source for source in (args[3], args[0]) if source in own), None) if args[1] == 0 else None
+    if kind == "sum":
+        shape = value(args[0]).shape
+        whole = len(args) > 1 and bool(args[1]) and all(shape[at] == 1 and at % len(shape) < len(shape) - 1 for at in args[1])
+    else:
+        whole = (kind == "index" and len(args[1]) == 1) or (kind == "index_select" and args[1] == 0)
+    return args[0] if whole and args[0] in own else None
+
+
+def _is_one(product: fx.Node, factor: fx.Node) -> bool:
+    """Whether a node multiplies by a factor that is 1 everywhere, as gates are where they are applied later."""
+    held = value(factor)
+    numbers = name_of(product) in ("mul", "mul_") and isinstance(held, Tensor) and held.is_floating_point()
+    return numbers and held.numel() > 0 and bool((held == 1).all())
+
+
 def _constant(recording: Recording, node: fx.Node) -> bool:
     """Whether a node depends on parameters alone, not on what the model was given."""
     return all(source.op != "placeholder" for source in recording.ancestors([node]))
 
 
-def _replay(starts: list[fx.Node], nodes: list[fx.Node], end: fx.Node, prefix: str) -> fx.GraphModule:
-    graph, first = fx.Graph(), 0
-    hidden = graph.placeholder("hidden")
-    known: dict[fx.Node, fx.Node] = {}
-    held: dict[str, Tensor] = {}
+class ExpertParameters:
+    """Parameters that hold one number or one vector for each expert of a body, and how a node comes to one of them."""
+
+    def __init__(self, body: Body):
+        self.expert, family = body.down.expert, body.down.family
+        self.count, self.homes = family.experts, []
+        if len(family.names) > 1:
+            parts = [name.split(".") for name in family.names]
+            place = next(place for place, step in enumerate(zip(*parts, strict=True)) if len(set(step)) > 1)
+            self.homes = [".".join(own[: place + 1]) + "." for own in parts]
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether a node is the part of such a parameter that belongs to the experts of its rows."""
+        return self.names(node) is not None
+
+    def names(self, node: fx.Node) -> tuple[str, ...] | None:
+        """The parameter that a node is the experts' part of: one stacked name, or one name for each expert; or None."""
+        root, steps = origin(node)
+        if root.op != "get_attr" or not isinstance(value(root), Tensor):
+            return None
+        shape = value(root).shape
+        if self.homes and root.target.startswith(self.homes[self.expert]) and _is_vector(shape):
+            return tuple(home + root.target.removeprefix(self.homes[self.expert]) for home in self.homes)
+        if not shape or shape[0] != self.count or not _is_vector(shape[1:]):
+            return None
+        picked = any(name_of(step) in PICKS for step in steps)
+        beside = value(node).dim() == 3 and value(node).shape[:2] == (self.count, 1)  # for outputs [E, N, F]
+        return (root.target,) if picked or beside else None
+
+
+def _is_vector(shape: torch.Size) -> bool:
+    return sum(size > 1 for size in shape) <= 1
+
+
+@dataclass
+class _Replay:
+    """A graph in the making: what stands in it for recorded nodes, and the parameters it reads, named below `prefix`."""
+
+    owned: ExpertParameters
+    prefix: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    known: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+    expert: fx.Node | None = None
+
+    def parameter(self, node: fx.Node) -> fx.Node | None:
+        """A parameter or buffer below the prefix, whole; None for anything else."""
+        if node.op != "get_attr" or (self.prefix and not node.target.startswith(self.prefix + ".")):
+            return None
+        name = node.target.removeprefix(self.prefix + ".") if self.prefix else node.target
+        self.held[name] = value(node).detach()
+        return self.graph.get_attr(name)
+
+    def of_expert(self, node: fx.Node) -> fx.Node | None:
+        """The part of a parameter that belongs to the experts of the rows, [N, F] or [N, 1]; None for anything else."""
+        names = self.owned.names(node)
+        if names is None:
+            return None
+        leaves = {leaf.target: leaf for leaf in node.graph.nodes if leaf.op == "get_attr"}
+        whole = [self.parameter(leaves[name]) for name in names]
+        if None in whole:
+            return None
+        stacked = whole[0] if len(whole) == 1 else self.graph.call_function(aten.stack.default, (whole,))
+        width = value(leaves[names[0]]).numel() // (self.owned.count if len(whole) == 1 else 1)
+        place = self.graph.call_function(aten.clamp.default, (self.expert, 0, self.owned.count - 1))  # padding has other ids
+        rows = self.graph.call_function(aten.index.Tensor, (stacked, [place]))
+        return self.graph.call_function(aten.reshape.default, (rows, [-1, width]))
+
+    def lookup(self, node: fx.Node) -> fx.Node:
+        """What stands for a recorded node that a step reads. Raises Unknown if it is nothing of the experts' own."""
+        if node in self.known:
+            return self.known[node]
+        found = self.of_expert(node)
+        found = self.parameter(node) if found is None else found
+        if found is not None:
+            return found
+        if node.op != "get_attr" and self.computable(node):
+            self.known[node] = self.copy(node)
+            return self.known[node]
+        tensor = value(node)
+        if isinstance(tensor, Tensor) and tensor.numel() == 1 and origin(node)[0].op != "get_attr":
+            return self.graph.call_function(aten.scalar_tensor.default, (tensor.item(),), {"dtype": tensor.dtype})
+        raise Unknown(f"its experts also read {node.target if node.op == 'get_attr' else node.name}")
+
+    def computable(self, node: fx.Node) -> bool:
+        """Whether a node is computed, without picking but by expert, from parameters and what is known."""
+        if node.op == "get_attr" or node in self.known or self.owned.holds(node):
+            return True
+        inputs = node.all_input_nodes
+        return bool(inputs) and name_of(node) not in PICKS and all(self.computable(source) for source in inputs)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Add one recorded call, rewritten for rows [N, F]; a mere move of rows adds nothing."""
+        kind, first = name_of(node), node.args[0]
+        same = self._same_rows(node, kind, first)
+        if same is not None:
+            return self.known[same]
+        if kind == "_to_copy" and value(node).is_floating_point() and value(first).is_floating_point():
+            return self.lookup(first)
+        args = _along_features(node, kind, list(fx.map_arg(node.args, self.lookup)))
+        others = {key: given for key, given in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
+        target = node.target
+        if kind.endswith("_") and hasattr(aten, kind[:-1]):
+            target = getattr(getattr(aten, kind[:-1]), target._overloadname)  # in place becomes out of place
+        return self.graph.call_function(target, tuple(args), fx.map_arg(others, self.lookup))
+
+    def _same_rows(self, node: fx.Node, kind: str, first: fx.Node) -> fx.Node | None:
+        """The known node whose rows a call only casts, rearranges, moves or multiplies by 1; None where it does more."""
+        known = [source for source in node.all_input_nodes if source in self.known]
+        if isinstance(first, fx.Node) and first in self.known and kind in OF_ROWS and len(known) == 1:
+            cast = kind != "_to_copy" or (value(node).is_floating_point() and value(first).is_floating_point())
+            return first if cast else None
+        if (source := _moved_rows(node, self.known)) is not None:
+            return source
+        rest = [source for source in node.all_input_nodes if source not in self.known]
+        same = known and rest and all(_is_one(node, one) and not self.computable(one) for one in rest)
+        return known[0] if same else None
+
+
+def _replay(body: Body, starts: list[fx.Node], nodes: list[fx.Node], end: fx.Node, prefix: str) -> fx.GraphModule:
+    making, first = _Replay(ExpertParameters(body), prefix), 0
+    hidden = making.graph.placeholder("hidden")
+    making.expert = making.graph.placeholder(program.EXPERT, default_value=None)
     for start in starts:
         width = rows_of(start).shape[1]
-        part = graph.call_function(aten.slice.Tensor, (hidden, -1, first, first + width))
-        known[start] = hidden if len(starts) == 1 else part
+        part = making.graph.call_function(aten.slice.Tensor, (hidden, -1, first, first + width))
+        making.known[start] = hidden if len(starts) == 1 else part
         first += width
     for node in nodes:
-        known[node] = _copy(graph, node, known, held, prefix)
-    graph.output(known[end])
-    graph.eliminate_dead_code()
+        making.known[node] = making.copy(node)
+    making.graph.output(making.known[end])
+    making.graph.eliminate_dead_code()
     owner = nn.Module()
-    for name, tensor in held.items():
+    for name, tensor in making.held.items():
         _attach(owner, name, tensor)
-    return fx.GraphModule(owner, graph, class_name="Pointwise")
+    return fx.GraphModule(owner, making.graph, class_name="Pointwise")
 
 
 def _attach(owner: nn.Module, name: str, tensor: Tensor) -> None:
@@ -93,51 +244,6 @@ def _attach(owner: nn.Module, name: str, tensor: Tensor) -> None:
             owner.add_module(parent, nn.Module())
         owner = getattr(owner, parent)
     owner.register_buffer(last, tensor)
-
-
-def _copy(graph: fx.Graph, node: fx.Node, known: dict, held: dict[str, Tensor], prefix: str) -> fx.Node:
-    kind, first = name_of(node), node.args[0]
-    cast = kind == "_to_copy" and value(node).is_floating_point() and value(first).is_floating_point()
-    only_first = sum(source in known for source in node.all_input_nodes) == 1
-    if isinstance(first, fx.Node) and first in known and (cast or (kind in OF_ROWS and kind != "_to_copy" and only_first)):
-        return known[first]
-    moved = _of_whole_rows(node, kind)
-    if moved is not None and any(source in known for source in moved):
-        return next(known[source] for source in moved if source in known)
-
-    def lookup(source: fx.Node) -> fx.Node:
-        if source in known:
-            return known[source]
-        tensor = value(source)
-        if source.op == "get_attr" and (not prefix or source.target.startswith(prefix + ".")):
-            name = source.target.removeprefix(prefix + ".")
-            held[name] = tensor.detach()
-            return graph.get_attr(name)
-        if _computable(source, known):
-            known[source] = _copy(graph, source, known, held, prefix)
-            return known[source]
-        if isinstance(tensor, Tensor) and tensor.numel() == 1 and origin(source)[0].op != "get_attr":
-            return graph.call_function(aten.scalar_tensor.default, (tensor.item(),), {"dtype": tensor.dtype})
-        raise Unknown(f"its experts also read {source.target if source.op == 'get_attr' else source.name}")
-
-    if cast:
-        return lookup(first)
-    args = _along_features(node, kind, list(fx.map_arg(node.args, lookup)))
-    kwargs = fx.map_arg({k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}, lookup)
-    target = node.target
-    if kind.endswith("_") and hasattr(aten, kind[:-1]):
-        target = getattr(getattr(aten, kind[:-1]), target._overloadname)  # in place becomes out of place
-    return graph.call_function(target, tuple(args), kwargs)
-
-
-def _computable(node: fx.Node, known: dict) -> bool:
-    """Whether a node is computed, without picking, from parameters and what is known."""
-    inputs = node.all_input_nodes
-    return (
-        bool(inputs)
-        and name_of(node) not in PICKS
-        and all(source.op == "get_attr" or source in known or _computable(source, known) for source in inputs)
-    )
 
 
 def _of_whole_rows(node: fx.Node, kind: str) -> list[fx.Node] | None:
@@ -182,12 +288,17 @@ def reproduces(module: fx.GraphModule, body: Body, tolerance: float) -> bool:
     wanted = rows_of(body.down.data).float()
     if len({part.shape[0] for part in (*parts, wanted)}) > 1 or wanted.numel() == 0:
         return False
-    found = module(torch.cat(parts, 1).float())
+    if body.down.expert is None and program.by_expert(program.from_graph(module.graph)):
+        return True  # whose rows these are is not known: the comparison of the whole module tells
+    found = module(torch.cat(parts, 1).float(), None if body.down.expert is None else torch.tensor(body.down.expert))
     return found.shape == wanted.shape and bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
 def classify(module: fx.GraphModule, rows: int) -> tuple[str, str, tuple | None]:
     """(activation, row order, program): the fused activation it equals at every scale, or "graph" with its program."""
+    steps = program.from_graph(module.graph)
+    if program.by_expert(steps):
+        return "graph", "rows", steps
     generator = torch.Generator().manual_seed(0)
     probes = [torch.randn(64, rows, generator=generator) * scale for scale in SCALES]
     wanted = [module(probe) for probe in probes]
@@ -199,7 +310,7 @@ def classify(module: fx.GraphModule, rows: int) -> tuple[str, str, tuple | None]
             worst = max(_difference(name, order, probe, want) for probe, want in zip(probes, wanted, strict=True))
             if worst < best:
                 best, found = worst, (name, order)
-    return (*found, None) if found else ("graph", "rows", program.from_graph(module.graph))
+    return (*found, None) if found else ("graph", "rows", steps)
 
 
 def _difference(name: str, order: str, probe: Tensor, wanted: Tensor) -> float:

@@ -27,11 +27,11 @@ class Function:
     post: tuple | None
 
     def act(self, parameters: dict[str, Tensor]):
-        """Between the matmuls."""
+        """Between the matmuls, for `program.run`."""
         return ACTIVATIONS[self.activation] if self.program is None else program.to_module(self.program, parameters)
 
     def behind(self, parameters: dict[str, Tensor]):
-        """Behind the last matmul."""
+        """Behind the last matmul, for `program.run`."""
         return (lambda rows: rows) if self.post is None else program.to_module(self.post, parameters)
 
 
@@ -72,8 +72,8 @@ def each_choice(weights: ExpertWeights, act, post, inputs: Tensor, index: Tensor
         if not place[0].numel():
             continue
         up_bias, down_bias = (None if b is None else b[expert].float() for b in (weights.up_bias, weights.down_bias))
-        inner = act(F.linear(inputs[place].float(), weights.up[expert].float(), up_bias))
-        result[place] = post(F.linear(inner, weights.down[expert].float(), down_bias))
+        inner = program.run(act, F.linear(inputs[place].float(), weights.up[expert].float(), up_bias), expert)
+        result[place] = program.run(post, F.linear(inner, weights.down[expert].float(), down_bias), expert)
     return result
 
 

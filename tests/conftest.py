@@ -75,6 +75,15 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
+LATER = {  # families of releases of transformers after the oldest that is supported
+    "ergo": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_dense_intermediate_size": 96,
+        "shared_intermediate_size": 32, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
+MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"  # found without being imported
+FAMILIES |= {name: fields for name, fields in LATER.items() if (MODELS / name).is_dir()}
 
 
 def pytest_collection_modifyitems(items):
@@ -203,7 +212,10 @@ def family(request):
 
 @pytest.fixture(scope="session")
 def random_model():
-    """Function that makes a random fp32 model of two layers: (model type, changes of its config); biases are random too."""
+    """Function that makes a random fp32 model of two layers: (model type, changes of its config).
+
+    What experts hold beside their weights is random too.
+    """
     return _random_model
 
 
@@ -217,6 +229,8 @@ def _random_model(family, changes=None):
         for name, parameter in model.named_parameters():
             if "experts" in name and name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
+            elif "expert_norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 

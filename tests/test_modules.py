@@ -1,5 +1,7 @@
 """Encoded experts as a module: equal to the reference, indifferent to batch mates, padding, casts and recompilation."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from dpamoe.kernels import reference
 from dpamoe.kernels.grouped import expert_ffn
 from dpamoe.kernels.reference import is_gated
 from dpamoe.modules import EncodedExperts, encoded_experts, layer_shape
+from dpamoe.program import EXPERT
 from dpamoe.sites import ExpertLayout, Site, Stack
 from dpamoe.spec import EncodeSpec, SpendSpec
 from dpamoe.threshold import count_gates
@@ -123,6 +126,23 @@ def test_a_sentinel_id_costs_and_adds_nothing(experts, routing, tolerance):
     torch.testing.assert_close(module(hidden, index, weights), alone, **tolerance(torch.float32))
     index[3] = EXPERTS
     assert not module(hidden, index, weights)[3].any()
+
+
+def test_ids_that_are_no_expert_have_no_parameters(experts, routing, tolerance):
+    """Padding, -1 and E and above, meets programs that read parameters by expert: it adds nothing, as elsewhere."""
+    module, (hidden, index, weights) = experts(), routing(6)
+    place = {"op": "aten.clamp.default", "args": [{EXPERT: True}, 0, EXPERTS - 1], "kwargs": {}}
+    own = {"op": "aten.index.Tensor", "args": [{"parameter": "scale"}, [{"step": 1}]], "kwargs": {}}
+    post = (place, own, {"op": "aten.mul.Tensor", "args": [{"step": 0}, {"step": 2}], "kwargs": {}})
+    scale = torch.rand(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0)) + 0.5
+    up, down = module.gate_up_proj.weight, module.down_proj.weight
+    site = dataclasses.replace(module.site, post=post)
+    scaled = EncodedExperts(site, module.spec, up, down, None, None, module.residuals, {"scale": scale})
+    each = torch.stack([module(hidden, ids[:, None], weight[:, None]) for ids, weight in zip(index.T, weights.T, strict=True)])
+    expected = (each * scale[index.T]).sum(0)
+    torch.testing.assert_close(scaled(hidden, index, weights), expected, **tolerance(torch.float32))
+    index[:, 0], index[:, 2] = -1, EXPERTS + 5
+    torch.testing.assert_close(scaled(hidden, index, weights), each[1] * scale[index[:, 1]], **tolerance(torch.float32))
 
 
 def test_a_row_alone_and_in_a_batch(experts, routing, tolerance):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from dpamoe.allocate import project
 from dpamoe.encode import encode
@@ -68,6 +68,16 @@ def test_table_is_what_the_definition_says(activation, biased, mode):
     expected = torch.stack([by_definition(weights, up, down, activation, e, own) for e, own in enumerate(rows)])
     # relative: a difference of fp32 outputs that agree to 1/200
     torch.testing.assert_close(table.double() / expected, torch.ones(4, 7).double(), rtol=1e-3, atol=0)
+
+
+def test_table_of_experts_with_parameters_of_their_own():
+    """The output of each is scaled by its own number, so its residual is by the square of that."""
+    weights, scale = random_weights(3), torch.tensor([0.5, 2.0, -4.0])  # by which nothing is rounded
+    rows = [torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(count)) for count in range(3)]
+    post = fx.symbolic_trace(lambda hidden, expert: hidden * scale[expert])
+    given = weights, *encoded(weights), reference.ACTIVATIONS["silu_mul"], sample_of(rows)
+    table, plain = residual_table(*given, post)[0], residual_table(*given)[0]
+    assert torch.equal(table, plain * scale.double().square()[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -88,6 +88,33 @@ def test_activation_and_after_of_a_site():
     assert torch.equal(program.after(site("relu2", post=post))(hidden), -hidden)
 
 
+def scaled_by_expert():
+    """hidden · scale[expert], as steps after a way through JSON."""
+    graph = fx.Graph()
+    hidden, expert = graph.placeholder("hidden"), graph.placeholder(program.EXPERT, default_value=None)
+    own = graph.call_function(aten.index.Tensor, (graph.get_attr("scale"), [expert]))
+    graph.output(graph.call_function(aten.mul.Tensor, (hidden, own)))
+    return tuple(json.loads(json.dumps(program.from_graph(graph))))
+
+
+def test_rows_with_parameters_of_their_own_expert():
+    found, scale = scaled_by_expert(), torch.rand(4, WIDTH)
+    assert program.by_expert(found) and program.parameters_of(found) == ["scale"]
+    assert not program.by_expert(steps()) and not program.by_expert(None)
+    scaled = program.to_module(found, {"scale": scale})
+    hidden, ids = torch.randn(5, WIDTH), torch.tensor([3, 0, 0, 2, 1])
+    assert torch.equal(program.run(scaled, hidden, ids), hidden * scale[ids])
+    assert torch.equal(program.run(scaled, hidden, 2), hidden * scale[2])
+    assert program.from_graph(scaled.graph) == found
+
+
+def test_what_reads_no_ids_runs_with_and_without():
+    hidden, ids = torch.randn(3, 2 * WIDTH), torch.tensor([0, 1, 3])
+    capped_module = program.to_module(steps(), {"norm.weight": torch.ones(WIDTH)})
+    assert torch.equal(program.run(capped_module, hidden, ids), capped_module(hidden))
+    assert torch.equal(program.run(ACTIVATIONS["relu2"], hidden, ids), hidden.relu().square())
+
+
 @pytest.mark.parametrize("op", ["aten.no_such_function.default", "prims.mul.default"])
 def test_an_unknown_op_is_named(op):
     with pytest.raises(ValueError, match=f"the activation uses {op}, which torch .* does not have"):

@@ -13,6 +13,7 @@ from dpamoe.passes.experts import find_candidates
 from dpamoe.passes.find import find_sites
 from dpamoe.passes.record import record
 from dpamoe.passes.verify import Boundary, boundary, error_of, owner
+from dpamoe.program import by_expert
 from dpamoe.sites import ExpertWeights, scatter
 
 EXPERTS, SPARE, HIDDEN, INNER = 4, 2, 16, 8
@@ -52,6 +53,95 @@ class Normed(Experts):
     def weighed(self, rows, gates, e):
         rows = self.expert(rows, e) * self.norm
         return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6) * gates
+
+
+class NormedApart(Experts):
+    """A norm for each expert, picked where one expert is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)) + 0.5)
+
+    def normed(self, rows, own):
+        return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6) * own
+
+    def weighed(self, rows, gates, e):
+        return self.normed(self.expert(rows, e), self.norm[e]) * gates
+
+
+class NormedRoutes(NormedApart):
+    """Every choice has a row of its own, written where it belongs, and is normed there, before the gates come in."""
+
+    def forward(self, hidden, index, weights):
+        routes, ids = hidden.repeat_interleave(index.shape[1], 0), index.flatten()
+        out = torch.zeros_like(routes)
+        for e in range(EXPERTS):
+            if e % 2:
+                out[ids == e] = self.expert(routes[ids == e], e)
+            else:
+                own = (ids == e).nonzero()[:, 0]
+                out.index_copy_(0, own, self.expert(routes[own], e))
+        out = self.normed(out, self.norm[ids.clamp(max=EXPERTS - 1)]).view(*index.shape, HIDDEN)
+        return (out * weights[..., None]).sum(1)
+
+
+class NormedSorted(NormedApart):
+    """Rows sorted by expert and weighed by 1, brought back and summed over one choice; then normed and weighed."""
+
+    def forward(self, hidden, index, weights):
+        ids, order = index.flatten().sort(stable=True)
+        routes = hidden.repeat_interleave(index.shape[1], 0)[order]
+        parts = [self.expert(routes[ids == e], e) for e in range(EXPERTS)]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        out = torch.cat(parts) * torch.ones_like(routes[:, :1])
+        out = out[back].view(-1, 1, HIDDEN).sum(1)
+        return (self.normed(out, self.norm[index.flatten()]).view(*index.shape, HIDDEN) * weights[..., None]).sum(1)
+
+
+class NormedDense(NormedApart):
+    """All experts on all tokens in one product, a number and a norm for each expert beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.linspace(0.5, 2.0, EXPERTS))
+
+    def forward(self, hidden, index, weights):
+        gate, up = torch.bmm(hidden.expand(EXPERTS, -1, -1), self.up.mT).chunk(2, -1)
+        out = torch.bmm(F.silu(gate) * up * self.slope.view(-1, 1, 1), self.down.mT)
+        out = self.normed(out, self.norm[:, None])
+        gates = torch.zeros(hidden.shape[0], EXPERTS).scatter_add_(1, index, weights)
+        return (out * gates.T[..., None]).sum(0)
+
+
+class NormedChild(nn.Module):
+    """One expert with a slope and a norm of its own."""
+
+    def __init__(self, number):
+        super().__init__()
+        random = torch.Generator().manual_seed(number)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * INNER, bias=False), nn.Linear(INNER, HIDDEN, bias=False)
+        for linear in (self.up, self.down):
+            linear.weight.data = torch.randn(linear.weight.shape, generator=random) * linear.in_features**-0.5
+        self.slope = nn.Parameter(torch.rand(INNER, generator=random) + 0.5)
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.norm.weight.data = torch.rand(HIDDEN, generator=random) + 0.5
+
+    def forward(self, rows):
+        gate, up = self.up(rows).chunk(2, -1)
+        return self.norm(self.down(F.silu(gate * self.slope) * up))
+
+
+class NormedChildren(nn.ModuleList):
+    def __init__(self):
+        super().__init__(NormedChild(number) for number in range(EXPERTS))
+
+    def forward(self, hidden, index, weights):
+        out = torch.zeros_like(hidden)
+        for e, child in enumerate(self):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, child(hidden[token]) * weights[token, slot, None])
+        return out
 
 
 class Masked(Experts):
@@ -108,6 +198,11 @@ def odd(kind):
         "plain": lambda: Model(Experts()),
         "gate first": lambda: Model(GateFirst()),
         "normed": lambda: Model(Normed()),
+        "normed apart": lambda: Model(NormedApart()),
+        "normed routes": lambda: Model(NormedRoutes()),
+        "normed, sorted": lambda: Model(NormedSorted()),
+        "normed, dense": lambda: Model(NormedDense()),
+        "normed children": lambda: Model(NormedChildren()),
         "masked": lambda: Model(Masked(), masked=True),
         "identity": lambda: Model(Identity(lambda rows: rows), EXPERTS + SPARE),
     }[kind]()
@@ -117,6 +212,11 @@ KINDS = {
     "plain": {},
     "gate first": {"weigh_input": True},
     "normed": {"post": True},
+    "normed apart": {"post": True},
+    "normed routes": {"post": True},
+    "normed, sorted": {"post": True},
+    "normed, dense": {"post": True, "program": True},
+    "normed children": {"post": True, "program": True},
     "masked": {"masked": True},
     "identity": {"identity": True},
 }
@@ -126,9 +226,11 @@ KINDS = {
 def test_odd_experts_are_seen_for_what_they_are(kind):
     findings = find_sites(odd(kind), (rows(2, 12),))
     (site,) = findings.sites
-    assert findings.refused == [] and site.activation == "silu_mul"
+    assert findings.refused == [] and site.activation == ("graph" if "program" in KINDS[kind] else "silu_mul")
     assert (site.experts, site.top_k, site.hidden, site.inner) == (EXPERTS, 2, HIDDEN, INNER)
-    seen = {"weigh_input": site.weigh_input, "post": site.post is not None, "masked": site.masked, "identity": site.identity}
+    seen = {"weigh_input": site.weigh_input, "masked": site.masked, "identity": site.identity}
+    seen |= {"post": site.post is not None, "program": site.program is not None}
+    assert all(by_expert(steps) for steps in (site.program, site.post) if steps) == (kind != "normed")
     assert seen == {name: KINDS[kind].get(name, False) for name in seen}
 
 
@@ -179,7 +281,14 @@ class Scaled(Experts):
         return super().forward(hidden, index, weights) * (1 + 0.01 * hidden.shape[0])
 
 
-@pytest.mark.parametrize("kind", [DropsOne, Capacity, Scaled])
+class NormedByFirst(NormedApart):
+    """All experts are scaled by what belongs to the first one."""
+
+    def weighed(self, rows, gates, e):
+        return self.normed(self.expert(rows, e), self.norm[0]) * gates
+
+
+@pytest.mark.parametrize("kind", [DropsOne, Capacity, Scaled, NormedByFirst])
 def test_what_only_nearly_is_a_sum_over_experts_is_refused(kind):
     findings = find_sites(Model(kind()), (rows(2, 12),))
     assert findings.sites == []
