@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import re
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from dpamoe.modules import encoded_experts
 from dpamoe.sites import Site
 
 from .marks import some_slow
-from .test_families import SMALL, blocks, shrink, write_back
+from .test_families import README, SMALL, blocks, shrink, write_back
 
 AT_LEAST = 50
 REFUSED = {"doge"}  # no site is found in it; see the reason in test_families
@@ -65,6 +67,13 @@ CHANGES = {
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
+    },
+    "kolibri1_1": {
+        "layer_types": ["sliding_attention", "indexed_attention"],
+        "index_layers": [1],
+        "kv_source_layers": [0, 1],
+        "index_num_heads": 1,
+        "head_dim": 16,
     },
     "zaya": {"num_experts_per_tok": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -135,9 +144,14 @@ def encoded_names(original: nn.Module, site: Site) -> set[str]:
 
 
 def encoded(kind: str) -> tuple[nn.Module, nn.Module]:
-    """A model and its transformed twin at k = 8."""
-    original = language_model(kind)
-    return original, dpamoe.transform(copy.deepcopy(original), 8, calibration=ids(4, 32), spec=SPEC)
+    """A model and its transformed twin at k = 8; for what a new release of transformers brings there may be none yet."""
+    try:
+        original = language_model(kind)
+        return original, dpamoe.transform(copy.deepcopy(original), 8, calibration=ids(4, 32), spec=SPEC)
+    except Exception as error:
+        if re.search(rf"\b{kind}\b", README.read_text(encoding="utf-8")):
+            raise
+        pytest.xfail(f"not in README.md yet, so new in transformers {version('transformers')}: {error}")
 
 
 def write(model: nn.Module, **settings) -> torch.Tensor:
