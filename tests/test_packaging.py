@@ -37,6 +37,8 @@ print(json.dumps([dpamoe.kernels.__file__, getattr(sys.modules["kernels"], "__fi
 
 @pytest.mark.slow
 def test_bare_kernels_hands_over_to_another_package_of_that_name(tmp_path):
+    (tmp_path / "kernels-0.0.dist-info").mkdir()  # else transformers reads the version of Hugging Face's where installed
+    (tmp_path / "kernels-0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.0\n")
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.0'\nfrom kernels.inner import WORD\n")
     (tmp_path / "kernels" / "inner.py").write_text("WORD = 'theirs'\n")
