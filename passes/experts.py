@@ -255,24 +255,23 @@ def _independent(recording: Recording, candidate: Candidate) -> bool:
     """Experts do not feed each other; the layers of a decoder, which are siblings too, do."""
     if len(candidate.ups[0].names) == 1:
         return True
-    last_by_expert: dict[int, fx.Node] = {}
+    before: Body | None = None
     for body in sorted(candidate.bodies, key=lambda b: b.ups[0].node.meta["at"]):
-        for expert, down in last_by_expert.items():
-            if expert != body.down.expert and _feeds_body(recording, down, body.ups[0]):
-                return False
-        last_by_expert = {body.down.expert: body.down.node}
+        if before is not None and before.down.expert != body.down.expert and _feeds(before.ups[0].node, body.ups[0]):
+            return False
+        before = body
     return True
 
 
-def _feeds_body(recording: Recording, down: fx.Node, up: ExpertMatmul) -> bool:
-    """Whether an earlier expert's output is read by a later expert's input; only direct reads count, not shared buffers."""
+def _feeds(first: fx.Node, up: ExpertMatmul) -> bool:
+    """Whether an earlier expert's first matmul is read by a later one's input; only direct reads count, not shared buffers."""
     seen: set[fx.Node] = set()
     todo = [up.data]
     while todo:
         node = todo.pop()
-        if node is down:
+        if node is first:
             return True
-        if node not in seen and node.meta["at"] > down.meta["at"]:
+        if node not in seen and node.meta["at"] > first.meta["at"]:
             seen.add(node)
             todo += node.all_input_nodes
     return False

@@ -652,8 +652,9 @@ def test_the_graph_of_llama4(snapshot):
     named = ("placeholder", "call_module", "get_attr")
     found = [node.target if node.op in named else getattr(node.target, "__name__", node.op) for node in graph.nodes]
     assert "routed_experts" in found and "router" in found and "shared_expert" in found
-    if transformers.__version__ == "5.24.0":  # other releases write other blocks; that the numbers hold is tested above
-        assert found == snapshot
+    if transformers.__version__ != "5.25.0":
+        pytest.skip("other releases write other blocks; that the numbers hold is tested above")
+    assert found == snapshot
 
 
 def test_saving_a_graph_says_what_to_do(tmp_path):

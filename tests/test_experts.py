@@ -172,6 +172,24 @@ def test_the_layers_of_a_decoder_are_no_experts(residual):
     assert candidates(Decoder(residual)) == []
 
 
+def test_two_networks_a_layer_are_no_two_experts():
+    """LongCat-Flash runs two dense ones in each layer; with a residual the next layer's reads the last's through sums alone."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            two = [nn.ModuleList([nn.Sequential(*layer) for layer in Siblings().experts[:2]]) for _ in range(2)]
+            self.layers = nn.ModuleList(two)
+
+        def forward(self, hidden):
+            for two in self.layers:
+                for network in two:
+                    hidden = hidden + network(hidden)
+            return hidden
+
+    assert candidates(Layers()) == []
+
+
 def test_a_reduction_ends_an_expert():
     class Attention(nn.Module):
         def __init__(self):

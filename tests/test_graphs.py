@@ -12,7 +12,7 @@ from dpamoe.modules import encoded_experts
 from dpamoe.sites import ExpertWeights, scatter
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe"]
-WRITTEN_WITH = ("5.24.0", "2.13.0")  # other releases of transformers and torch write other graphs; the numbers hold in all
+WRITTEN_WITH = ("5.25.0", "2.13.0")  # other releases of transformers and torch write other graphs; the numbers hold in all
 BLOCKS = {"granitemoe": "model.layers.1.block_sparse_moe"}
 
 
@@ -50,8 +50,9 @@ def test_graph_before_and_after(random_model, random_ids, tolerance, snapshot, f
     expected = original.get_submodule(path)(hidden)
     first = [result[0] if isinstance(result, tuple) else result for result in (found, expected)]
     torch.testing.assert_close(*first, **tolerance(torch.float32))
-    if (transformers.__version__, torch.__version__.split("+")[0]) == WRITTEN_WITH:
-        assert {"before": before, "after": after} == snapshot
+    if (transformers.__version__, torch.__version__.split("+")[0]) != WRITTEN_WITH:
+        pytest.skip("the numbers hold; the snapshot is of transformers {}, torch {}".format(*WRITTEN_WITH))
+    assert {"before": before, "after": after} == snapshot
 
 
 @pytest.mark.slow
